@@ -38,7 +38,7 @@ from lightning_cpr.errors import ConfigError, FaultInjectedError
 
 if TYPE_CHECKING:
     from lightning_cpr.spec import Shard
-    from lightning_cpr.store.storage import Storage
+    from lightning_cpr.store.storage import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -178,9 +178,14 @@ class FaultInjector(pl.Callback):
         wiped, self._wiped = self._wiped, []
         return wiped
 
-    def wrap(self, storage: Storage) -> Storage:
-        """Storage that suffers the scheduled storage faults."""
-        return _FaultyStorage(storage, self) if any(f.kind in STORAGE_KINDS for f in self.faults) else storage
+    def intercept(self, path: str, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+        """`Storage.intercept`: what a scheduled storage fault makes of the bytes on their way to ``path``."""
+        if path.startswith("events"):
+            return buffers
+        for fault in self._due(lambda f: f.kind in STORAGE_KINDS and f.step == self._saving_step):
+            self._record(fault)
+            buffers = [_spoil(fault, b"".join(buffers))]
+        return buffers
 
     def at_point(self, point: str, step: int) -> None:
         """Fire what is scheduled for this rank here. Called by the save's writer thread and by the hooks below."""
@@ -262,24 +267,6 @@ class FaultInjector(pl.Callback):
                     for tensor in (shard.weight, *shard.states.values()):
                         garbage = torch.rand(tensor.shape, generator=generator).mul_(1e3).add_(1e3)
                         tensor.copy_(garbage.to(tensor.dtype))
-
-
-class _FaultyStorage:
-    """A storage whose writes fail as scheduled; everything else is passed on."""
-
-    def __init__(self, storage: Storage, injector: FaultInjector) -> None:
-        self._storage = storage
-        self._injector = injector
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)
-
-    def put(self, path: str, data: bytes | Iterable[bytes]) -> Any:
-        injector = self._injector
-        for fault in injector._due(lambda f: f.kind in STORAGE_KINDS and f.step == injector._saving_step):
-            injector._record(fault)
-            data = _spoil(fault, data if isinstance(data, bytes) else b"".join(data))
-        return self._storage.put(path, data)
 
 
 def _spoil(fault: Fault, data: bytes) -> bytes:

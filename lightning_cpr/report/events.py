@@ -23,8 +23,8 @@ class EventSink(Protocol):
     def get(self, path: str) -> bytes:
         """The object's bytes."""
 
-    def list(self, prefix: str) -> list[str]:
-        """Paths that start with ``prefix``."""
+    def names(self) -> list[str]:
+        """The objects directly under the root."""
 
 
 class EventLog:
@@ -49,7 +49,7 @@ class EventLog:
 def read_events(storage: EventSink) -> list[dict[str, Any]]:
     """All events of all ranks under the storage's root, in order of time. A torn last line is left out."""
     events: list[dict[str, Any]] = []
-    for path in sorted(p for p in storage.list("events") if p.endswith(".jsonl")):
+    for path in sorted(p for p in storage.names() if p.startswith("events") and p.endswith(".jsonl")):
         for line in storage.get(path).decode(errors="replace").split("\n")[:-1]:
             events.append(json.loads(line))
     return sorted(events, key=lambda e: e["time"])

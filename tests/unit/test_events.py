@@ -17,8 +17,8 @@ class MemorySink:
     def get(self, path: str) -> bytes:
         return self.files[path]
 
-    def list(self, prefix: str) -> list[str]:
-        return [p for p in self.files if p.startswith(prefix)]
+    def names(self) -> list[str]:
+        return list(self.files)
 
 
 def test_events_of_all_ranks_in_order_of_time() -> None:
