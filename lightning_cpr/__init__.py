@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Any
 from lightning_cpr._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_cpr.callback import CPRCallback
+    from lightning_cpr.checkpoint_io import CPRCheckpointIO
+    from lightning_cpr.faults import Fault, FaultInjector
     from lightning_cpr.strategy import TorchRecStrategy
 
-_PUBLIC = {"TorchRecStrategy": "lightning_cpr.strategy"}
+_PUBLIC = {
+    "CPRCallback": "lightning_cpr.callback",
+    "CPRCheckpointIO": "lightning_cpr.checkpoint_io",
+    "TorchRecStrategy": "lightning_cpr.strategy",
+    "FaultInjector": "lightning_cpr.faults",
+    "Fault": "lightning_cpr.faults",
+}
 
-__all__ = ["__version__", "TorchRecStrategy"]
+__all__ = ["__version__", "CPRCallback", "CPRCheckpointIO", "TorchRecStrategy", "FaultInjector", "Fault"]
 
 
 def __getattr__(name: str) -> Any:

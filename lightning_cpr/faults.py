@@ -129,8 +129,8 @@ class FaultInjector(pl.Callback):
         self.faults = list(faults)
         self.random = random
         self.fired: list[Fault] = []
-        self.emit: Callable[..., Any] | None = None  # the event log of the CPRCallback, when there is one
-        self.local_shards: Callable[[], Iterable[Shard]] | None = None
+        self._emit: Callable[..., Any] | None = None
+        self._local_shards: Callable[[], Iterable[Shard]] | None = None
         self._wiped: list[int] = []
         self._saving_step = 0
         self._rank = 0
@@ -177,6 +177,10 @@ class FaultInjector(pl.Callback):
         """The ranks whose shards were wiped since the last call: what the recovery has to bring back."""
         wiped, self._wiped = self._wiped, []
         return wiped
+
+    def connect(self, emit: Callable[..., Any], local_shards: Callable[[], Iterable[Shard]]) -> None:
+        """Called by `CPRCallback`: where fired faults are logged, and the shards that a wipe overwrites."""
+        self._emit, self._local_shards = emit, local_shards
 
     def intercept(self, path: str, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """`Storage.intercept`: what a scheduled storage fault makes of the bytes on their way to ``path``."""
@@ -245,8 +249,8 @@ class FaultInjector(pl.Callback):
     def _record(self, fault: Fault) -> None:
         self.fired.append(fault)
         log.warning("injected fault: %s", fault)
-        if self.emit is not None:
-            self.emit("fault", kind=fault.kind, step=fault.step, point=fault.point)
+        if self._emit is not None:
+            self._emit("fault", kind=fault.kind, step=fault.step, point=fault.point)
 
     def _fire(self, fault: Fault) -> None:
         self._record(fault)
@@ -258,11 +262,11 @@ class FaultInjector(pl.Callback):
             raise FaultInjectedError(f"injected at step {fault.step}, point {fault.point}, rank {fault.rank}")
 
     def _overwrite(self, fault: Fault) -> None:
-        if self.local_shards is None:
+        if self._local_shards is None:
             raise ConfigError("wiping shards needs a CPRCallback in the same Trainer: nothing else could restore them")
         generator = torch.Generator().manual_seed(fault.step)
         with torch.no_grad():
-            for shard in self.local_shards():
+            for shard in self._local_shards():
                 if not shard.spec.replicated:
                     for tensor in (shard.weight, *shard.states.values()):
                         garbage = torch.rand(tensor.shape, generator=generator).mul_(1e3).add_(1e3)

@@ -15,15 +15,26 @@ import os
 import random
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_cpr._lightning import pl
 from lightning_cpr.errors import CorruptShardError, UnsupportedError
 
 log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class StatefulLoader(Protocol):
+    """A loader that can say where it stands, e.g. torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
 
 JOB_BLOB = "job.pt"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -129,3 +140,34 @@ def drop_unplain_hparams(checkpoint: dict[str, Any], keys: tuple[str, ...]) -> N
                 log.warning("left out of the saved hyper-parameters: %s", e)
         if key in checkpoint:
             checkpoint[key] = plain
+
+
+def rewind(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Put a Trainer that is at the end of a training batch back to where ``checkpoint`` was taken, inside its fit.
+
+    ``checkpoint`` was taken at the end of a training batch too (or before the first). Everything is restored as by a
+    resume; the loops then go on with the batch after it, also where that lies in an earlier epoch.
+    """
+    connector, fit_loop = trainer._checkpoint_connector, trainer.fit_loop
+    connector._loaded_checkpoint = checkpoint
+    try:
+        connector.restore_datamodule()
+        connector.restore_model()
+        connector.restore_callbacks()
+        connector.restore_training_state()
+    finally:
+        connector._loaded_checkpoint = {}
+    for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    loader, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
+    assert loader is not None
+    assert fetcher is not None
+    for one in loader.flattened:
+        sampler = getattr(one, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(fit_loop.epoch_progress.current.processed)
+    loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
+    fit_loop._combined_loader_states_to_load = []
+    iter(fetcher)
+    fetcher.fetched += fit_loop.epoch_loop.batch_progress.current.ready
+    set_rng_state(checkpoint["rng"])

@@ -26,6 +26,11 @@ from lightning_cpr._lightning import (
     pl,
     prepare_for_backward,
 )
+from lightning_cpr import state
+from lightning_cpr.checkpoint_io import VERSION_KEY, CPRCheckpointIO, Version, restore_tables
+from lightning_cpr.errors import ConfigError
+from lightning_cpr.job import Job
+from lightning_cpr.loader import TrackedLoader
 from lightning_cpr.tables import sharding
 from lightning_cpr.tables.dense import dense_state, load_dense_state
 from lightning_cpr.tables.sharding import PlanLike, World
@@ -65,6 +70,25 @@ class TorchRecStrategy(DDPStrategy):
         self._sharders = sharders
         self._topology = topology
         self._forward_redirection = _DenseRedirection()
+        self.loaded_version: Version | None = None
+        self._rng: dict[str, Any] | None = None
+
+    @property
+    def checkpoint_io(self) -> CPRCheckpointIO:
+        """Lightning's checkpoints as versions; made here unless the user brought one."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = CPRCheckpointIO()
+        assert isinstance(self._checkpoint_io, CPRCheckpointIO)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        if io is not None and not isinstance(io, CPRCheckpointIO):
+            raise ConfigError(
+                f"{type(io).__name__} cannot save the tables of all ranks: leave it out (TorchRecStrategy brings"
+                " CPRCheckpointIO), and use CPRCallback to save in the background."
+            )
+        self._checkpoint_io = io
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -91,6 +115,9 @@ class TorchRecStrategy(DDPStrategy):
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
+        self.job = Job(trainer)
+        self.loaded_version, self._rng = None, None
+        self.checkpoint_io.attach(self.job)
 
     def model_to_device(self) -> None:
         """Nothing: tables may be on meta; sharding puts every tensor where it belongs."""
@@ -135,8 +162,32 @@ class TorchRecStrategy(DDPStrategy):
         return dense_state(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        load_dense_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        """The dense state of a checkpoint, and the rows of the version that it came with.
+
+        Raises:
+            IncompatiblePlanError: on every rank, if they fit the model on none. No tensor was changed.
+        """
+        model = self.lightning_module
+        assert model is not None
+        version = checkpoint.get(VERSION_KEY)
+        if not isinstance(version, Version):
+            raise ConfigError("the checkpoint was not loaded by CPRCheckpointIO, so nothing says where its tables are")
+        self.job.together(lambda: restore_tables(version, model, self.optimizers, strict=strict))
+        self.job.together(lambda: load_dense_state(model, checkpoint["state_dict"], strict=strict))
+        self.loaded_version, self._rng = version, checkpoint.get("rng")
+
+    def on_train_start(self) -> None:
+        # As late as can be: setting up the loaders and the sanity check draw random numbers.
+        if self._rng is not None:
+            state.set_rng_state(self._rng)
+            self._rng = None
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A stateful training loader that may run ahead of training is tracked, so that a resume skips nothing."""
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is None or not trainer.training or not isinstance(dataloader, state.StatefulLoader):
+            return dataloader
+        return TrackedLoader(dataloader, lambda: _ahead(trainer))
 
     def teardown(self) -> None:
         """Leaves tables where they are, and an error that is on its way up visible."""
@@ -176,3 +227,9 @@ class _DenseRedirection(ForwardRedirection):
         ddp = sharding.dense_ddp(wrapper_module)
         if ddp is not None and not original_module.automatic_optimization:
             ddp.require_backward_grad_sync = on
+
+
+def _ahead(trainer: pl.Trainer) -> int:
+    """Batches that were fetched and are not trained: Lightning's prefetch and a pipeline's batches in flight."""
+    fetched = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+    return fetched + int(getattr(trainer.lightning_module, "in_flight", 0))

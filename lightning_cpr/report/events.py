@@ -11,26 +11,15 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-
-class EventSink(Protocol):
-    """What the log needs of storage."""
-
-    def append(self, path: str, data: bytes) -> None:
-        """Add bytes at the end of an object, made if missing."""
-
-    def get(self, path: str) -> bytes:
-        """The object's bytes."""
-
-    def names(self) -> list[str]:
-        """The objects directly under the root."""
+from lightning_cpr.store.storage import Storage
 
 
 class EventLog:
     """Appends events of one rank. Safe to use from the writer thread; each event is on storage when `emit` returns."""
 
-    def __init__(self, storage: EventSink, rank: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, storage: Storage, rank: int, clock: Callable[[], float] = time.time) -> None:
         self._storage = storage
         self._rank = rank
         self._clock = clock
@@ -46,11 +35,11 @@ class EventLog:
         return record
 
 
-def read_events(storage: EventSink) -> list[dict[str, Any]]:
+def read_events(storage: Storage) -> list[dict[str, Any]]:
     """All events of all ranks under the storage's root, in order of time. A torn last line is left out."""
     events: list[dict[str, Any]] = []
-    for path in sorted(p for p in storage.names() if p.startswith("events") and p.endswith(".jsonl")):
-        for line in storage.get(path).decode(errors="replace").split("\n")[:-1]:
+    for path in [e.path for e in storage.list() or [] if e.path.startswith("events") and e.path.endswith(".jsonl")]:
+        for line in bytes(storage.get(path)).decode(errors="replace").split("\n")[:-1]:
             events.append(json.loads(line))
     return sorted(events, key=lambda e: e["time"])
 

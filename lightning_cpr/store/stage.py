@@ -7,7 +7,7 @@ One set of buffers means one save in flight: a staged block is valid until the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -89,3 +89,23 @@ class Stager:
             self._stream = self._stream or torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(self._stream)
+
+
+def live_blocks(shards: Sequence[Shard], piece_bytes: int = 64 << 20) -> Iterator[RowBlock]:
+    """All rows of the shards, piece by piece and without staging, for a save that training waits for.
+
+    On the CPU the blocks are views: nothing may write to the shards until the save has ended.
+    """
+    for shard in shards:
+        spec = shard.spec
+        row_bytes = sum(t[:1].nbytes for t in (shard.weight, *shard.states.values())) if spec.rows else 1
+        step = max(1, piece_bytes // max(1, row_bytes))
+        for start in range(0, spec.rows, step):
+            piece = slice(start, min(start + step, spec.rows))
+            yield RowBlock(
+                table=spec.table,
+                rows=torch.arange(piece.start, piece.stop) + spec.row_start,
+                col_start=spec.col_start,
+                weight=shard.weight[piece].cpu(),
+                states={name: state[piece].cpu() for name, state in shard.states.items()},
+            )

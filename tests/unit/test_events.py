@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from lightning_cpr.report.events import EventLog, metrics_of, read_events
+from lightning_cpr.store.storage import Storage
 
 
-class MemorySink:
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-
-    def append(self, path: str, data: bytes) -> None:
-        self.files[path] = self.files.get(path, b"") + data
-
-    def get(self, path: str) -> bytes:
-        return self.files[path]
-
-    def names(self) -> list[str]:
-        return list(self.files)
-
-
-def test_events_of_all_ranks_in_order_of_time() -> None:
-    sink, now = MemorySink(), iter([3.0, 1.0, 2.0])
+def test_events_of_all_ranks_in_order_of_time(tmp_path: Path) -> None:
+    sink, now = Storage(str(tmp_path)), iter([3.0, 1.0, 2.0])
     logs = [EventLog(sink, rank, clock=lambda: next(now)) for rank in (0, 1)]
     logs[0].emit("save_committed", step=5)
     logs[1].emit("fault", kind="wipe")
     logs[0].emit("recovery", pls=0.5)
     assert [e["event"] for e in read_events(sink)] == ["fault", "recovery", "save_committed"]
-    assert set(sink.files) == {"events.jsonl", "events-rank1.jsonl"}
-    assert json.loads(sink.files["events-rank1.jsonl"]) == {"time": 1.0, "rank": 1, "event": "fault", "kind": "wipe"}
+    assert {p.name for p in tmp_path.iterdir()} == {"events.jsonl", "events-rank1.jsonl"}
+    assert json.loads((tmp_path / "events-rank1.jsonl").read_text()) == {"time": 1.0, "rank": 1, "event": "fault", "kind": "wipe"}
 
 
-def test_a_torn_last_line_is_left_out() -> None:
-    sink = MemorySink()
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    sink = Storage(str(tmp_path))
     EventLog(sink, 0).emit("a")
     sink.append("events.jsonl", b'{"time": 1')
     assert [e["event"] for e in read_events(sink)] == ["a"]
