@@ -1,0 +1,138 @@
+"""What a save is made of: the part all ranks agree on, one rank's part, and what they are written through."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from lightning_cpr.errors import ConfigError
+from lightning_cpr.spec import RowBlock, TableSpec
+from lightning_cpr.store.chunk import CHUNK_BYTES
+from lightning_cpr.store.kv import KeyValue
+from lightning_cpr.store.manifest import CHUNKS, Consistency, Kind, ShardRecord, manifest_path, split_version
+from lightning_cpr.store.storage import Storage
+
+POINTS = ("pre_write", "mid_write", "pre_commit", "post_commit")
+
+
+def _no_point(point: str, step: int) -> None:
+    return
+
+
+@dataclass(frozen=True)
+class SaveSpec:
+    """What every rank passes alike. ``version``: from `new_version_id`; it carries run id, epoch and step.
+
+    A base holds every row of every table in ``tables``. A delta holds some rows and inherits the files of the manifest
+    at ``parent``. ``path``: where the manifest goes, relative to the root; by default under ``manifests/``.
+    """
+
+    version: str
+    samples: int
+    kind: Kind
+    consistency: Consistency
+    world_size: int
+    tables: tuple[TableSpec, ...]
+    config_fingerprint: str = ""
+    plan_fingerprint: str = ""
+    parent: str | None = None
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind == "delta") != (self.parent is not None):
+            raise ConfigError(f"version {self.version}: a delta names its parent, a base has none")
+
+    @property
+    def run_id(self) -> str:
+        return split_version(self.version).run_id
+
+    @property
+    def epoch(self) -> int:
+        return split_version(self.version).epoch
+
+    @property
+    def step(self) -> int:
+        return split_version(self.version).step
+
+    @property
+    def folder(self) -> str:
+        return f"{CHUNKS}/{self.version}"
+
+    @property
+    def manifest(self) -> str:
+        return self.path or manifest_path(self.version)
+
+    def part_path(self, rank: int) -> str:
+        return f"{self.folder}/part-{rank}.json"
+
+    def chunk_path(self, rank: int, number: int) -> str:
+        return f"{self.folder}/r{rank}-{number:05d}.safetensors"
+
+    def blob_path(self, rank: int, name: str) -> str:
+        return f"{self.folder}/r{rank}-{quote(name, safe='')}.blob"
+
+    def key(self, name: str) -> str:
+        """The key-value key of this save."""
+        return f"cpr/save/{self.version}/{name}"
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank saves.
+
+    blocks: the rows; consumed once and in order, so a generator may gather them while earlier ones are written, and
+    must not reuse a block's memory before the save ends. Blocks of one version overlap nowhere, on no rank.
+    shards: this rank's shards of the plan, with the step that each is complete to. blobs: bytes by name, unique over
+    all ranks. codecs: by table. state_codecs: by state name. Both are raw where nothing is said.
+    """
+
+    rank: int
+    blocks: Iterable[RowBlock]
+    shards: tuple[ShardRecord, ...] = ()
+    blobs: Mapping[str, bytes] = field(default_factory=dict)
+    codecs: Mapping[str, str] = field(default_factory=dict)
+    state_codecs: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SaveIO:
+    """What saves go through. ``epoch`` gives the job's epoch now: a save of another epoch aborts.
+
+    points: called as ``points(point, step)`` at each of `POINTS`, for the fault injector; a raise there fails the save.
+    On rank 0 ``pre_commit`` comes right before the manifest is written, elsewhere right before the rank's part counts.
+    timeout_s: how long a rank waits for the others. writers: threads that hash and write chunks, at most one more chunk
+    than threads is in memory beside the blocks. cancel: set, it makes the save abort at the next chunk.
+    """
+
+    storage: Storage
+    kv: KeyValue
+    epoch: Callable[[], int]
+    points: Callable[[str, int], None] = _no_point
+    timeout_s: float = 600.0
+    writers: int = 2
+    chunk_bytes: int = CHUNK_BYTES
+    cancel: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """What one rank wrote. ``raw_rows``: rows that their codec could not hold and that were stored raw."""
+
+    bytes: int
+    files: int
+    rows: int
+    raw_rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A committed version: its manifest, relative to the root, and what this rank wrote of it."""
+
+    path: str
+    version: str
+    step: int
+    part: PartReport
+    seconds: float

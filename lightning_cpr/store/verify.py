@@ -1,0 +1,43 @@
+"""Checking a version from end to end, without a model."""
+
+from __future__ import annotations
+
+from lightning_cpr.errors import CPRError
+from lightning_cpr.store.coverage import check_coverage
+from lightning_cpr.store.fetch import Fetcher
+from lightning_cpr.store.manifest import FileEntry, Manifest
+from lightning_cpr.store.reader import Progress, read_blob
+from lightning_cpr.store.rows import runs_of
+from lightning_cpr.store.storage import Storage
+from lightning_cpr.store.versions import Problem
+
+
+def verify(storage: Storage, manifest: Manifest, progress: Progress | None = None) -> list[Problem]:
+    """Everything wrong with a version: sizes, every hash, row numbers, decoding, coverage. Empty if it is sound.
+
+    progress: called with (bytes done, bytes in all) after each object.
+    """
+    problems: list[Problem] = []
+    fetcher = Fetcher(storage, {spec.fqn: spec for spec in manifest.tables})
+    total, done = sum(stored.bytes for stored in manifest.stored), 0
+    for stored in manifest.stored:
+        try:
+            if isinstance(stored, FileEntry):
+                fetcher.check_file(stored)
+            else:
+                read_blob(storage, manifest, stored.name)
+        except CPRError as error:
+            problems.append(Problem(stored.path, stored.table if isinstance(stored, FileEntry) else None, str(error)))
+        done += stored.bytes
+        if progress:
+            progress(done, total)
+    if problems:
+        return problems
+    try:
+        check_coverage(
+            manifest.version, manifest.tables, manifest.files, lambda entry: runs_of(fetcher.index(entry).rows()),
+            disjoint=False,
+        )  # fmt: skip
+    except CPRError as error:
+        problems.append(Problem(manifest.path, None, str(error)))
+    return problems
