@@ -347,7 +347,9 @@ class CPRCallback(Callback):
         self.ledger = Ledger.from_json(state_dict["ledger"])
         self.counts = dict(state_dict["counts"])
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         checkpoint["lightning_cpr_samples"] = self.samples
 
     def _emit(self, event: str, **fields: Any) -> None:
@@ -379,5 +381,3 @@ def _batch_size(batch: Any) -> int:
     sized = (p for p in parts if isinstance(p, Tensor | Mapping | list | tuple) or hasattr(p, "stride"))
     first = next(iter(sized), None)
     return 1 if first is None else _batch_size(first)
-
-

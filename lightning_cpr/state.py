@@ -15,7 +15,7 @@ import os
 import random
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,16 +25,6 @@ from lightning_cpr._lightning import pl
 from lightning_cpr.errors import CorruptShardError, UnsupportedError
 
 log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class StatefulLoader(Protocol):
-    """A loader that can say where it stands, e.g. torchdata's StatefulDataLoader."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
 
 JOB_BLOB = "job.pt"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_cpr._lightning import (
     DDPStrategy,
@@ -25,15 +26,30 @@ from lightning_cpr._lightning import (
     optimizers_to_device,
     pl,
     prepare_for_backward,
+    rank_zero_info,
+    rank_zero_warn,
 )
-from lightning_cpr import state
 from lightning_cpr.checkpoint_io import VERSION_KEY, CPRCheckpointIO, Version, restore_tables
-from lightning_cpr.errors import ConfigError
+from lightning_cpr.errors import ConfigError, UnsupportedError
 from lightning_cpr.job import Job
-from lightning_cpr.loader import TrackedLoader
+from lightning_cpr.loader import StatefulLoader, TrackedLoader
+from lightning_cpr.state import set_rng_state
 from lightning_cpr.tables import sharding
-from lightning_cpr.tables.dense import dense_state, load_dense_state
+from lightning_cpr.tables.dense import (
+    dense_optimizer_state,
+    dense_state,
+    load_dense_optimizer_state,
+    load_dense_state,
+)
 from lightning_cpr.tables.sharding import PlanLike, World
+from lightning_cpr.tables.table_optim import (
+    FusedRates,
+    claim_tables,
+    drop_fused,
+    fused_optimizer,
+    has_fused_updates,
+    undeclared_fused_tables,
+)
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +88,8 @@ class TorchRecStrategy(DDPStrategy):
         self._forward_redirection = _DenseRedirection()
         self.loaded_version: Version | None = None
         self._rng: dict[str, Any] | None = None
+        self._rates: FusedRates | None = None
+        self._table_optimizers: list[Optimizer] = []
 
     @property
     def checkpoint_io(self) -> CPRCheckpointIO:
@@ -110,7 +128,9 @@ class TorchRecStrategy(DDPStrategy):
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
         self.model = self._setup_model(self.precision_plugin.convert_module(module))
+        self._rates = FusedRates(self.model)
         if fitting:
+            self._check_training(trainer, self.model)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -133,6 +153,94 @@ class TorchRecStrategy(DDPStrategy):
             topology=self._topology,
         )
         return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
+
+    def _check_training(self, trainer: pl.Trainer, model: nn.Module) -> None:
+        """Refuses what trains wrongly, and names what trains differently, when tables are updated in backward."""
+        if undeclared := undeclared_fused_tables(model):
+            rank_zero_warn(
+                f"No optimizer was declared for {', '.join(undeclared)}: fbgemm trains them with SGD at a rate of "
+                f"0.01. Declare one with apply_optimizer_in_backward."
+            )
+        if not has_fused_updates(model):
+            return
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        schedules = [cb for cb in callbacks if hasattr(cb, "going_to_accumulate_grad_batches")]
+        if trainer.accumulate_grad_batches > 1 or any(cb.going_to_accumulate_grad_batches() for cb in schedules):
+            raise UnsupportedError(
+                "accumulate_grad_batches > 1: fused tables are updated in every backward, so tables would take one "
+                "step a batch and dense parameters one step a window. Use a larger batch, or 1."
+            )
+        if getattr(self.precision_plugin, "precision", None) == "16-mixed":
+            raise UnsupportedError(
+                "precision='16-mixed': fused tables are updated in backward with the scaled gradient, infinite ones "
+                "included, since they do not know the loss scale. Use precision='bf16-mixed'."
+            )
+        if trainer.gradient_clip_val:
+            rank_zero_warn(
+                "gradient_clip_val clips dense parameters only: fused tables are updated in backward, before it. "
+                "Tables have their own: gradient_clipping=True and max_gradient in the fused params."
+            )
+
+    # Optimizers.
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.model is not None
+        assert self._rates is not None
+        for optimizer in self.optimizers:
+            if dropped := drop_fused(optimizer):
+                rank_zero_info(
+                    f"{dropped} table parameters were taken out of {type(optimizer).__name__}: they are updated in "
+                    f"backward by their own optimizer."
+                )
+        self._table_optimizers, untrained = claim_tables(self.model, self.optimizers)
+        self._rates.follow(self.model, self._table_optimizers)
+        if untrained:
+            rank_zero_warn(f"Nothing updates {', '.join(untrained)}: no optimizer has it and none was declared for it.")
+
+    @property
+    def fused_optimizer(self) -> Any:
+        """TorchRec's optimizer over this rank's fused tables. A rate set in its param groups holds from the next batch."""
+        assert self.model is not None
+        return fused_optimizer(self.model)
+
+    def add_fused_groups(self, optimizer: Optimizer) -> Optimizer:
+        """Lets ``optimizer``'s learning-rate schedulers drive the tables too, and returns it. In ``configure_optimizers``::
+
+            optimizer = self.trainer.strategy.add_fused_groups(torch.optim.Adam(self.mlp.parameters(), lr=0.001))
+            return {"optimizer": optimizer, "lr_scheduler": LinearLR(optimizer, ...)}
+
+        Adds one param group named ``fused`` (one per distinct rate, ``fused-<rate>``), with the tables' declared rate
+        and no parameters. LearningRateMonitor shows it, and checkpoints hold it as part of the optimizer.
+        """
+        assert self._rates is not None, "add_fused_groups belongs into configure_optimizers, after sharding"
+        self._rates.attach(optimizer)
+        return optimizer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._rates is not None
+        self._rates.push()
+        return super().training_step(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # Step all before clearing any: the tables of one dense kernel share a gradient tensor.
+        for table_optimizer in self._table_optimizers:
+            table_optimizer.step()
+        for table_optimizer in self._table_optimizers:
+            table_optimizer.zero_grad()
+        return output
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """By canonical parameter names, without tables: their rows are saved as rows."""
+        assert self.lightning_module is not None
+        return dense_optimizer_state(self.lightning_module, getattr(optimizer, "_optimizer", optimizer))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_dense_optimizer_state(self.lightning_module, optimizer, state)
+        optimizers_to_device(self.optimizers, self.root_device)
 
     @property
     def _ddp(self) -> DistributedDataParallel | None:
@@ -179,13 +287,13 @@ class TorchRecStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         # As late as can be: setting up the loaders and the sanity check draw random numbers.
         if self._rng is not None:
-            state.set_rng_state(self._rng)
+            set_rng_state(self._rng)
             self._rng = None
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """A stateful training loader that may run ahead of training is tracked, so that a resume skips nothing."""
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is None or not trainer.training or not isinstance(dataloader, state.StatefulLoader):
+        if trainer is None or not trainer.training or not isinstance(dataloader, StatefulLoader):
             return dataloader
         return TrackedLoader(dataloader, lambda: _ahead(trainer))
 

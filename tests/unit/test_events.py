@@ -17,7 +17,12 @@ def test_events_of_all_ranks_in_order_of_time(tmp_path: Path) -> None:
     logs[0].emit("recovery", pls=0.5)
     assert [e["event"] for e in read_events(sink)] == ["fault", "recovery", "save_committed"]
     assert {p.name for p in tmp_path.iterdir()} == {"events.jsonl", "events-rank1.jsonl"}
-    assert json.loads((tmp_path / "events-rank1.jsonl").read_text()) == {"time": 1.0, "rank": 1, "event": "fault", "kind": "wipe"}
+    assert json.loads((tmp_path / "events-rank1.jsonl").read_text()) == {
+        "time": 1.0,
+        "rank": 1,
+        "event": "fault",
+        "kind": "wipe",
+    }
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
