@@ -27,7 +27,7 @@ from lightning_cpr.restorer import Restorer
 from lightning_cpr.saver import BackgroundSaves, Committed, Progress, RunId, SavePlan
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.storage import Storage
-from lightning_cpr.store.versions import fence, newest
+from lightning_cpr.store.versions import fence, load_manifest, newest
 from lightning_cpr.strategy import TorchRecStrategy
 from lightning_cpr.units import seconds as to_seconds
 
@@ -133,19 +133,14 @@ class CPRCallback(Callback):
             self._injector.connect(self._events.emit, lambda: self.job.shards)
             self.storage.intercept = self._injector.intercept
         self._run = self.job.together(lambda: RunId.of(self.job, self.job.incarnation))
-        found = self.job.broadcast(self._find_run() if self.job.rank == 0 else None)
-        if isinstance(found, CPRError):
-            raise found
+        found = self.job.from_rank_0(self._find_run)
         path, self._foreign = found
         if path is not None:
             self._resume(trainer, path)
 
-    def _find_run(self) -> tuple[str | None, str] | CPRError:
-        """(manifest to resume from, why the root may not be used). Rank 0 only."""
-        try:
-            found = newest(self.storage)
-        except CPRError as e:
-            return e
+    def _find_run(self) -> tuple[str | None, str]:
+        """(manifest to resume from, why the root may not be used)."""
+        found = newest(self.storage)
         manifest = found.manifest
         if manifest is None:
             return None, "" if not found.skipped else found.why
@@ -158,8 +153,6 @@ class CPRCallback(Callback):
         return manifest.path, ""
 
     def _resume(self, trainer: pl.Trainer, path: str) -> None:
-        from lightning_cpr.store.versions import load_manifest
-
         def load() -> dict[str, Any]:
             version = Version(self.storage, load_manifest(self.storage, path))
             log.info("resuming from %s, step %d", version.name, version.manifest.step)

@@ -18,11 +18,11 @@ import torch
 
 from lightning_cpr import state
 from lightning_cpr._lightning import CheckpointIO
-from lightning_cpr.errors import CPRError, IncompatiblePlanError, ManifestError, UnsupportedError
+from lightning_cpr.errors import IncompatiblePlanError, ManifestError, UnsupportedError
 from lightning_cpr.job import Job
 from lightning_cpr.saver import Progress, RunId, rank_part, save_spec
 from lightning_cpr.store.commit import save
-from lightning_cpr.store.manifest import FOLDER, Manifest
+from lightning_cpr.store.manifest import Manifest
 from lightning_cpr.store.reader import ReadReport, read_blob, read_into
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.stage import live_blocks
@@ -30,7 +30,7 @@ from lightning_cpr.store.storage import Storage, relative_to
 from lightning_cpr.store.versions import list_versions, load_manifest, newest, remove
 from lightning_cpr.tables.dense import load_dense_state
 from lightning_cpr.tables.scalars import load_fused_scalars
-from lightning_cpr.tables.shards import local_shards
+from lightning_cpr.tables.shards import local_shards, table_specs
 
 log = logging.getLogger(__name__)
 
@@ -152,27 +152,19 @@ class CPRCheckpointIO(CheckpointIO):
         job = self._job
         if job is None:
             return load_state(find_version(path, self.storage_options), rank=0, world_size=1)
-        version = job.together(lambda: self._agreed(job, path))
+        version = self._agreed(job, path)
         return job.together(lambda: load_state(version, job.rank, job.world_size))
 
     def _agreed(self, job: Job, path: Any) -> Version:
         """Rank 0 finds the version; the others take the same, however the storage changes meanwhile."""
-        found: tuple[str, str] | CPRError | None = None
-        version = None
-        if job.rank == 0:
-            try:
-                version = find_version(path, self.storage_options)
-                found = (version.storage.root, version.manifest.path)
-            except CPRError as e:
-                found = e
-        found = job.broadcast(found)
-        if isinstance(found, CPRError):
-            raise found
-        assert found is not None
-        if version is None:
-            storage = Storage(found[0], self.storage_options)
-            version = Version(storage, load_manifest(storage, found[1]))
-        return version
+
+        def find() -> tuple[str, str]:
+            version = find_version(path, self.storage_options)
+            return version.storage.root, version.manifest.path
+
+        root, manifest = job.from_rank_0(find)
+        storage = Storage(root, self.storage_options)
+        return Version(storage, load_manifest(storage, manifest))
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint: the manifest first, then its chunks. One that is not there is no error."""
@@ -227,16 +219,15 @@ def restore_tables(
         IncompatiblePlanError: tables are missing or left over (``strict``), or shapes or states differ; lists all.
             No tensor was changed.
     """
-    shards = local_shards(model, optimizers)
     saved = {spec.fqn for spec in version.manifest.tables}
-    present = {shard.spec.table for shard in shards}
-    every = set(saved) if not strict else saved
-    missing = sorted(present - every)
-    if missing:
-        message = f"{version.name} has no table {', '.join(missing)}"
-        if strict:
-            raise IncompatiblePlanError(message)
-        log.warning("%s; their rows keep their values", message)
+    wanted = set(table_specs(model, optimizers))
+    problems = [f"it has no table {fqn}" for fqn in sorted(wanted - saved)]
+    problems += [f"its table {fqn} is not in the model" for fqn in sorted(saved - wanted)]
+    if problems and strict:
+        raise IncompatiblePlanError(f"{version.name} does not fit the model: {'; '.join(problems)}")
+    if problems:
+        log.warning("%s does not fit the model, the rest is restored: %s", version.name, "; ".join(problems))
+    shards = local_shards(model, optimizers)
     report = read_into(
         version.storage,
         version.manifest,
@@ -250,8 +241,3 @@ def restore_tables(
             scalars |= blob["scalars"]
         load_fused_scalars(model, scalars, optimizers)
     return report
-
-
-def is_root(storage: Storage) -> bool:
-    """Whether versions lie under this root."""
-    return any(entry.path == FOLDER for entry in storage.list() or [])

@@ -94,7 +94,8 @@ class RandomFaults:
 
     def schedule(self, world_size: int, max_steps: int) -> list[Fault]:
         """The faults of steps 1 to ``max_steps``; the same for the same seed, on every rank."""
-        rng, faults, t = np.random.default_rng(self.seed), [], 0.0
+        rng, t = np.random.default_rng(self.seed), 0.0
+        faults: list[Fault] = []
         while True:
             t += self._gap(rng)
             step = math.ceil(t)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -65,6 +65,19 @@ class Job:
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank. A collective: training thread only."""
         return self.trainer.strategy.broadcast(value)
+
+    def from_rank_0(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on rank 0; its result, or its CPRError, on every rank. A collective: training thread only."""
+        outcome: tuple[T | None, CPRError | None] = (None, None)
+        if self.rank == 0:
+            try:
+                outcome = (work(), None)
+            except CPRError as e:
+                outcome = (None, e)
+        result, error = self.broadcast(outcome)
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     def together(self, work: Callable[[], T]) -> T:
         """Do local work on every rank; if it failed anywhere, raise the lowest rank's error everywhere.

@@ -19,7 +19,7 @@ from lightning_cpr.policy.ledger import rewind as rewind_ledger
 from lightning_cpr.recovery.plan import Mode, RecoveryPlan, Source, plan_recovery
 from lightning_cpr.saver import BackgroundSaves, Progress
 from lightning_cpr.state import rewind
-from lightning_cpr.store.manifest import Manifest
+from lightning_cpr.store.manifest import Consistency, Manifest
 from lightning_cpr.store.reader import read_into
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import fence, load_manifest, newest
@@ -81,11 +81,12 @@ class Restorer:
             log.error("version %s is refused: %s", manifest.version, problem)
             self._emit("version_refused", version=manifest.version, error=problem)
             refused.append(manifest.path)
+        rewound: Progress | None = None
+        event: Event
         if plan.mode == "full":
             rewound = Progress(manifest.step, manifest.samples)
             ledger, event = rewind_ledger(ledger, manifest.samples)
         else:
-            rewound = None
             ledger, event = charge(ledger, at.samples, self._losses(failed, manifest))
         seconds = time.monotonic() - started
         return Recovered(plan, ledger, event, rewound, bytes_read, rows, seconds)
@@ -106,20 +107,14 @@ class Restorer:
 
     def _decide(self, failed: list[int], mode: Mode, refused: list[str]) -> tuple[RecoveryPlan, Manifest]:
         """Rank 0 looks for versions and decides; all take its plan."""
-        found: tuple[RecoveryPlan, str] | CPRError | None = None
-        if self._job.rank == 0:
-            try:
-                consistency = "exact" if mode == "full" else None
-                manifest = newest(self._storage, consistency, self._run_id, exclude=refused).manifest
-                sources = [] if manifest is None else [_source(manifest)]
-                found = (plan_recovery(dict.fromkeys(failed, sources), mode), manifest.path if manifest else "")
-            except CPRError as e:
-                found = e
-        found = self._job.broadcast(found)
-        if isinstance(found, CPRError):
-            raise found
-        assert found is not None
-        plan, path = found
+
+        def decide() -> tuple[RecoveryPlan, str]:
+            consistency: Consistency | None = "exact" if mode == "full" else None
+            manifest = newest(self._storage, consistency, self._run_id, exclude=refused).manifest
+            sources = [] if manifest is None else [_source(manifest)]
+            return plan_recovery(dict.fromkeys(failed, sources), mode), manifest.path if manifest else ""
+
+        plan, path = self._job.from_rank_0(decide)
         return plan, self._job.together(lambda: load_manifest(self._storage, path))
 
     def _restore(

@@ -153,7 +153,7 @@ def rewind(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     assert loader is not None
     assert fetcher is not None
     for one in loader.flattened:
-        sampler = getattr(one, "sampler", None)
+        sampler: Any = getattr(one, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(fit_loop.epoch_progress.current.processed)
     loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
