@@ -24,9 +24,13 @@ def next_kind(policy: str, increments: Sequence[float] | None) -> Literal["base"
         return "base"
     for size in increments:
         check.not_negative("increment", size)
-    if policy == "intermittent" and increments and 1 + sum(increments) <= (len(increments) + 1) * increments[-1]:
+    if policy == "intermittent" and increments and _spent(len(increments), sum(increments), increments[-1]):
         return "base"
     return "delta"
+
+
+def _spent(count: int, written: float, last: float) -> bool:
+    return 1 + written <= (count + 1) * last
 
 
 def delta_since(policy: str) -> Literal["base", "last"]:
@@ -52,15 +56,18 @@ class ChainCost:
 
 def chain_cost(policy: str, saves: int, touched: Callable[[int], float]) -> ChainCost:
     """Forecast of ``saves`` saves in a row. ``touched(i)``: share of the rows changed over i intervals."""
+    check.one_of("policy", policy, POLICIES)
     check.positive("saves", saves)
-    write, read = 0.0, 0.0
-    increments: list[float] | None = None
-    for _ in range(saves):
-        if next_kind(policy, increments) == "base" or increments is None:
-            increments = []
+    since_last = delta_since(policy) == "last"
+    write, read = 1.0, 1.0
+    count, written, last = 0, 0.0, 0.0  # of the deltas since the newest base
+    for _ in range(saves - 1):
+        if policy == "full" or (policy == "intermittent" and count and _spent(count, written, last)):
+            count, written, last = 0, 0.0, 0.0
             write += 1.0
         else:
-            increments.append(touched(1 if delta_since(policy) == "last" else len(increments) + 1))
-            write += increments[-1]
-        read += read_size(policy, increments)
+            last = touched(1 if since_last else count + 1)
+            count, written = count + 1, written + last
+            write += last
+        read += 1.0 + (written if since_last else last)
     return ChainCost(write / saves, read / saves)

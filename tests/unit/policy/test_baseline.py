@@ -54,6 +54,26 @@ def test_unknown_policies_and_sizes_are_refused() -> None:
         next_kind("one_shot", [-0.1])
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@given(first=st.floats(0.01, 1.0), growth=st.floats(0.1, 1.0), saves=st.integers(1, 30))
+def test_a_forecast_walks_the_same_chain_as_the_saves(policy: str, first: float, growth: float, saves: int) -> None:
+    def touched(intervals: int) -> float:
+        return min(1.0, first * intervals**growth)
+
+    write = read = 0.0
+    increments: list[float] | None = None
+    for _ in range(saves):
+        if increments is None or next_kind(policy, increments) == "base":
+            increments, size = [], 1.0
+        else:
+            size = touched(1 if delta_since(policy) == "last" else len(increments) + 1)
+            increments.append(size)
+        write += size
+        read += read_size(policy, increments)
+    found = chain_cost(policy, saves, touched)
+    assert (found.write * saves, found.read * saves) == (pytest.approx(write), pytest.approx(read))
+
+
 @given(st.floats(0.01, 1.0), st.floats(0.1, 1.0), st.integers(1, 60))
 def test_intermittent_writes_no_more_than_one_shot_or_full_over_whole_runs(
     first: float, growth: float, saves: int
