@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -21,17 +22,36 @@ class StatefulLoader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+def has_length(loader: Any) -> bool:
+    """Whether a loader knows how many batches it has: if not, Lightning fetches one ahead."""
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands. ahead: batches handed out and not yet trained. epoch_done: the epoch's last is trained."""
+
+    ahead: int
+    epoch_done: bool
+
+
 class TrackedLoader:
-    """Wraps a stateful loader (``state_dict`` and ``load_state_dict``).
+    """Wraps a stateful loader.
 
     Args:
         loader: the stateful loader.
-        ahead: how many batches have been handed out and not yet trained, at the time of the call.
+        position: where training stands, at the time of the call.
+        runs_ahead: whether batches may be handed out before the last one is trained; states are noted only then.
     """
 
-    def __init__(self, loader: Any, ahead: Callable[[], int]) -> None:
+    def __init__(self, loader: Any, position: Callable[[], Position], runs_ahead: bool = True) -> None:
         self._loader = loader
-        self._ahead = ahead
+        self._position = position
+        self._runs_ahead = runs_ahead
         self._states: deque[dict[str, Any]] = deque()
 
     def __getattr__(self, name: str) -> Any:
@@ -43,22 +63,29 @@ class TrackedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        # Not lazily: a loader's iterator draws its seed from the random stream when it is made.
         self._states.clear()
+        batches = iter(self._loader)
+        return self._noting(batches) if self._runs_ahead else batches
+
+    def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
         self._states.append(self._loader.state_dict())
-        for batch in self._loader:
+        for batch in batches:
             self._states.append(self._loader.state_dict())
-            while len(self._states) > self._ahead() + 2:
+            while len(self._states) > self._position().ahead + 2:
                 self._states.popleft()
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """The state from which the loader hands out the batch after the one trained last."""
-        ahead = self._ahead()
-        if not self._states:
-            return self._loader.state_dict()
-        return self._states[-1 - ahead]
+        at = self._position()
+        state = self._states[-1 - at.ahead] if self._states else self._loader.state_dict()
+        return {"loader": state, "epoch_done": at.epoch_done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that `state_dict` returned."""
+        """Go on from a state that `state_dict` returned; with the next epoch where it was of an epoch's end."""
         self._states.clear()
-        self._loader.load_state_dict(state)
+        self._loader.load_state_dict(state["loader"])
+        if state["epoch_done"]:
+            # The loader has handed out its last batch but has not been asked for one more: ask, so that it ends too.
+            next(iter(self._loader), None)

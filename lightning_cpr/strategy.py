@@ -32,7 +32,7 @@ from lightning_cpr._lightning import (
 from lightning_cpr.checkpoint_io import VERSION_KEY, CPRCheckpointIO, Version, restore_tables
 from lightning_cpr.errors import ConfigError, UnsupportedError
 from lightning_cpr.job import Job
-from lightning_cpr.loader import StatefulLoader, TrackedLoader
+from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length
 from lightning_cpr.state import set_rng_state
 from lightning_cpr.tables import sharding
 from lightning_cpr.tables.dense import (
@@ -285,17 +285,23 @@ class TorchRecStrategy(DDPStrategy):
         self.loaded_version, self._rng = version, checkpoint.get("rng")
 
     def on_train_start(self) -> None:
-        # As late as can be: setting up the loaders and the sanity check draw random numbers.
-        if self._rng is not None:
-            set_rng_state(self._rng)
-            self._rng = None
+        """Random streams are restored as late as can be: making loaders and the sanity check draw from them."""
+        if self._rng is None or self.lightning_module is None:
+            return
+        set_rng_state(self._rng)
+        self._rng = None
+        loop = self.lightning_module.trainer.fit_loop
+        if loop.epoch_loop.batch_progress.is_last_batch or not loop.epoch_loop.batch_progress.current.ready:
+            # At an epoch's start, where the uninterrupted run makes the loader's iterator.
+            iter(loop._data_fetcher)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A stateful training loader that may run ahead of training is tracked, so that a resume skips nothing."""
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        """A stateful training loader is tracked, so that a resume repeats and skips nothing."""
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
         if trainer is None or not trainer.training or not isinstance(dataloader, StatefulLoader):
             return dataloader
-        return TrackedLoader(dataloader, lambda: _ahead(trainer))
+        runs_ahead = not has_length(dataloader) or hasattr(self.lightning_module, "in_flight")
+        return TrackedLoader(dataloader, lambda: _position(trainer), runs_ahead)
 
     def teardown(self) -> None:
         """Leaves tables where they are, and an error that is on its way up visible."""
@@ -337,7 +343,9 @@ class _DenseRedirection(ForwardRedirection):
             ddp.require_backward_grad_sync = on
 
 
-def _ahead(trainer: pl.Trainer) -> int:
-    """Batches that were fetched and are not trained: Lightning's prefetch and a pipeline's batches in flight."""
+def _position(trainer: pl.Trainer) -> Position:
+    """Batches fetched and not trained (Lightning's prefetch, a pipeline's batches in flight), and the epoch's end."""
     fetched = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
-    return fetched + int(getattr(trainer.lightning_module, "in_flight", 0))
+    ahead = fetched + int(getattr(trainer.lightning_module, "in_flight", 0))
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return Position(ahead, progress.is_last_batch and not ahead)

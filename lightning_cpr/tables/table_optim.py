@@ -118,7 +118,13 @@ class _Unit:
     declared: float
     name: str
     fqns: frozenset[str]
-    group: dict[str, Any] | None = None
+    optimizer: Optimizer | None = None
+
+    @property
+    def group(self) -> dict[str, Any] | None:
+        """The param group that drives it. Looked up each time: loading an optimizer's state replaces its groups."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return next((group for group in groups if group.get("name") == self.name), None)
 
 
 class FusedRates:
@@ -148,17 +154,17 @@ class FusedRates:
         """Adds one param group without parameters per learning rate; `push` makes the tables follow it."""
         for unit in self._units:
             optimizer.add_param_group({"params": [], "lr": unit.declared, "name": unit.name})
-            unit.group = optimizer.param_groups[-1]
+            unit.optimizer = optimizer
         for index, group in enumerate(optimizer.param_groups):
             group.setdefault("name", f"pg{index + 1}")
 
     def push(self) -> None:
         """Hands changed rates to the kernels. Call it before the backward that is to use them."""
         for unit in self._units:
-            if unit.group is not None:
+            if (driver := unit.group) is not None:
                 for fqns, group in (*self._kernel_groups(), *self._ordinary):
                     if fqns <= unit.fqns:
-                        group["lr"] = unit.group["lr"]
+                        group["lr"] = driver["lr"]
         for _, kernel in self._kernels:
             rate = kernel.fused_optimizer.param_groups[0]["lr"]
             # A rate that was set on the kernel itself stands until the group changes.
