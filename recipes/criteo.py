@@ -89,9 +89,7 @@ class TsvSource(Source):
         if deal.keep_rest and step * deal.step_rows < end:
             yield self._parse(held, *deal.own(step, end), last=end - 1)
 
-    def _parse(
-        self, held: Sequence[tuple[int, Block]], start: int, stop: int, padding: int, last: int = 0
-    ) -> Columns:
+    def _parse(self, held: Sequence[tuple[int, Block]], start: int, stop: int, padding: int, last: int = 0) -> Columns:
         spans = [(start, stop)] + [(last, last + 1)] * padding
         parts = []
         for begin, end in spans:
@@ -99,7 +97,8 @@ class TsvSource(Source):
                 own = block.slice(max(begin - at, 0), max(end - at, 0))
                 if len(own):
                     rows = own.parse()
-                    parts.append((log_dense(rows.ints), self._rule.apply(rows.ids, str(own.path), own.line), rows.labels))
+                    mapped = self._rule.apply(rows.ids, str(own.path), own.line)
+                    parts.append((log_dense(rows.ints), mapped, rows.labels))
         dense, ids, labels = zip(*parts, strict=True)
         return Columns(np.concatenate(dense), np.concatenate(ids, axis=1), np.concatenate(labels), padding=padding)
 
@@ -107,9 +106,7 @@ class TsvSource(Source):
 class NpySource(IndexedSource):
     """npy triples, memory-mapped and read as one run of rows; a value of ``dense`` that is not finite is missing."""
 
-    def __init__(
-        self, files: Sequence[Npy], rule: IdRule, start: int, stop: int, labels_required: bool = True
-    ) -> None:
+    def __init__(self, files: Sequence[Npy], rule: IdRule, start: int, stop: int, labels_required: bool = True) -> None:
         self.tables = dict(zip(SPARSE, rule.rows, strict=True))
         self.rows = stop - start
         self._files, self._rule, self._first, self._labels_required = files, rule, start, labels_required
@@ -180,7 +177,7 @@ class CriteoDataModule(RecipeDataModule):
         super().__init__(batch_size, num_workers, pin_memory)
         self.tables = dict.fromkeys(SPARSE, tables) if isinstance(tables, int) else tables
         if tuple(self.tables) != SPARSE or min(self.tables.values()) < 2:
-            raise ConfigError(f"tables must give at least 2 rows for each of {SPARSE[0]} ... {SPARSE[-1]}, in this order")
+            raise ConfigError(f"tables must give at least 2 rows each of {SPARSE[0]} ... {SPARSE[-1]}, in this order")
         self.root = Path(root)
         patterns = zip(STAGES, (train, val, test, predict), strict=True)
         self._patterns = {stage: [names] if isinstance(names, str) else list(names) for stage, names in patterns}

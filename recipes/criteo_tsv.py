@@ -52,7 +52,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Rows:
-    """ints: int64 ``[n, 13]``. ids: int64 ``[n, 26]``, as in the file. labels: float32 ``[n]``, NaN if there are none."""
+    """ints: int64 ``[n, 13]``. ids: int64 ``[n, 26]``, as in the file. labels: float32 ``[n]``, NaN without labels."""
 
     ints: NDArray[np.int64]
     ids: NDArray[np.int64]
@@ -189,9 +189,7 @@ class Reader:
         if len(bad):
             self._refuse_lines(path, line + int(bad[0]), int(tabs[bad[0]]) + 1, labelled, len(bad))
         keep = np.flatnonzero(good)
-        return Block(
-            path, text, separators, begin[keep], first[keep], line + keep, labelled, self.counts
-        ), len(newline)
+        return Block(path, text, separators, begin[keep], first[keep], line + keep, labelled, self.counts), len(newline)
 
     def _refuse_lines(self, path: Path, line: int, columns: int, labelled: bool, number: int) -> None:
         if not self.skip_bad:
@@ -215,7 +213,7 @@ class Reader:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """The file's text in pieces of whole lines. Raises EOFError or zlib.error after the last whole line before damage."""
+    """The file's text in whole lines; at damage EOFError or zlib.error, after the last whole line before it."""
     rest = b""
     damage: Exception | None = None
     chunks = _gzip(path) if path.suffix == ".gz" else _plain(path)

