@@ -33,6 +33,7 @@ from lightning_cpr.checkpoint_io import VERSION_KEY, CPRCheckpointIO, Version, r
 from lightning_cpr.errors import ConfigError, UnsupportedError
 from lightning_cpr.job import Job
 from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length
+from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.state import set_rng_state
 from lightning_cpr.tables import sharding
 from lightning_cpr.tables.dense import (
@@ -200,12 +201,12 @@ class TorchRecStrategy(DDPStrategy):
 
     @property
     def fused_optimizer(self) -> Any:
-        """TorchRec's optimizer over this rank's fused tables. A rate set in its param groups holds from the next batch."""
+        """TorchRec's optimizer over this rank's fused tables. A rate set in a param group holds from the next batch."""
         assert self.model is not None
         return fused_optimizer(self.model)
 
     def add_fused_groups(self, optimizer: Optimizer) -> Optimizer:
-        """Lets ``optimizer``'s learning-rate schedulers drive the tables too, and returns it. In ``configure_optimizers``::
+        """Lets ``optimizer``'s learning-rate schedulers drive the tables too; returns it. In ``configure_optimizers``::
 
             optimizer = self.trainer.strategy.add_fused_groups(torch.optim.Adam(self.mlp.parameters(), lr=0.001))
             return {"optimizer": optimizer, "lr_scheduler": LinearLR(optimizer, ...)}
@@ -220,7 +221,16 @@ class TorchRecStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._rates is not None
         self._rates.push()
+        if isinstance(self.lightning_module, PipelinedModule):
+            # Its pipeline calls the wrapped model itself, once per batch.
+            with self.precision_plugin.train_step_context():
+                self.lightning_module.training_step(*args, **kwargs)
+            return None
         return super().training_step(*args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        if isinstance(self.lightning_module, PipelinedModule):
+            self.lightning_module.pause_pipeline()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -249,9 +259,12 @@ class TorchRecStrategy(DDPStrategy):
     # Gradient synchronisation of the dense part. Lightning's versions look for DDP at the top, where ours is not.
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        ddp = self._ddp
-        if ddp is not None and self.lightning_module is not None and not self.lightning_module.automatic_optimization:
-            prepare_for_backward(ddp, closure_loss)
+        if self._ddp is not None and self._backward_inside_forward():
+            prepare_for_backward(self._ddp, closure_loss)
+
+    def _backward_inside_forward(self) -> bool:
+        module = self.lightning_module
+        return module is not None and not module.automatic_optimization and not isinstance(module, PipelinedModule)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -306,7 +319,7 @@ class TorchRecStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Leaves tables where they are, and an error that is on its way up visible."""
         first = sys.exc_info()[1]
-        steps = [self._unwrap, self.precision_plugin.teardown, self.checkpoint_io.teardown]
+        steps = [self._close_pipeline, self._unwrap, self.precision_plugin.teardown, self.checkpoint_io.teardown]
         if self.accelerator is not None:
             steps.append(self.accelerator.teardown)
         if self.cluster_environment is not None:
@@ -320,6 +333,10 @@ class TorchRecStrategy(DDPStrategy):
                 failed = failed or error
         if failed is not None and first is None:
             raise failed
+
+    def _close_pipeline(self) -> None:
+        if isinstance(self.lightning_module, PipelinedModule):
+            self.lightning_module.close_pipeline()
 
     def _unwrap(self) -> None:
         self.model = self.lightning_module

@@ -129,7 +129,7 @@ def build_plan(
     never offers row-wise on a CPU; it is a collective then.
 
     Raises:
-        ConfigError: an unknown table or sharding, a table without one, a kernel without rows, a shard beyond the world.
+        ConfigError: an unknown table or sharding, a table without one, a kernel that ends rowless, an unknown rank.
         UnsupportedError: a kernel that lightning_cpr cannot read.
     """
     sharders = list(sharders) if sharders is not None else default_sharders()
@@ -261,10 +261,11 @@ def _check_module_plan(name: str, module: Any, plan: ShardingPlan, world: World)
 
 
 def _check_rowless_kernels(name: str, module: Any, module_plan: Any, world: World) -> None:
-    """Refuses a plan that leaves a rank a fused kernel without any row; fbgemm dies on it with an unrelated message.
+    """Refuses a plan in which the last table of a fused kernel has no row on some rank.
 
-    TorchRec puts tables of one sharding type, dtype, pooling and optimizer into one kernel, so a shard without rows is
-    fine beside one that has some.
+    fbgemm's CPU backward then reads past the end of an array: it dies with "more than 2B rows", or does not. A shard
+    without rows is fine before one that has some. TorchRec puts tables of one sharding type, dtype, pooling and
+    optimizer into one kernel, in the order of their configs.
     """
     groups: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
     for config in table_configs(module):
@@ -277,11 +278,12 @@ def _check_rowless_kernels(name: str, module: Any, module_plan: Any, world: Worl
         for shard in parameter.sharding_spec.shards:
             groups.setdefault((*kind, shard.placement.rank()), []).append((config.name, shard.shard_sizes[0]))
     for (sharding_type, *_, rank), shards in groups.items():
-        if not any(rows for _, rows in shards):
-            names = ", ".join(".".join(filter(None, (name, table_container(module), table))) for table, _ in shards)
+        table, rows = shards[-1]
+        if rows == 0:
+            fqn = ".".join(filter(None, (name, table_container(module), table)))
             raise ConfigError(
-                f"table {names}: {sharding_type} over {world.size} ranks leaves rank {rank} a fused kernel without any "
-                f"row, which fbgemm does not take. Shard it table_wise or column_wise."
+                f"table {fqn}: {sharding_type} over {world.size} ranks leaves rank {rank} without a row of it, which "
+                f"fbgemm's fused kernels do not take here. Shard it table_wise or column_wise."
             )
 
 
