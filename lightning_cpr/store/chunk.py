@@ -8,7 +8,6 @@ a ranged read of rows takes whole blocks and checks each against the index.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from torch import Tensor
 from lightning_cpr.errors import ConfigError, CorruptShardError
 from lightning_cpr.spec import TableSpec
 from lightning_cpr.store.codec import get_codec
-from lightning_cpr.store.manifest import FileEntry, digest
+from lightning_cpr.store.manifest import FileEntry, blake2b, digest
 from lightning_cpr.store.rows import RowCode, code_from_meta, decode_rows, encode_rows
 
 CHUNK_BYTES = 64 << 20
@@ -93,7 +92,7 @@ class ChunkIndex:
         for block in range(first, last):
             at = _HASH_BYTES * (order * self.blocks + block)
             offset = (block - first) * step
-            if _hash(view[offset : offset + step]) != self.hashes[at : at + _HASH_BYTES]:
+            if blake2b(view[offset : offset + step], _HASH_BYTES) != self.hashes[at : at + _HASH_BYTES]:
                 raise CorruptShardError(f"{where}: block {block} does not match its hash; use an older version")
 
     def tensor(self, part: Part, data: bytearray) -> Tensor:
@@ -230,11 +229,8 @@ def decode_rows_of(
 
 def _block_hashes(view: memoryview, count: int, block_rows: int) -> bytes:
     step = block_rows * (len(view) // count) if count else 0
-    return b"".join(_hash(view[block * step : (block + 1) * step]) for block in range(-(-count // block_rows)))
-
-
-def _hash(data: memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=_HASH_BYTES).digest()
+    starts = [block * step for block in range(-(-count // block_rows))]
+    return b"".join(blake2b(view[start : start + step], _HASH_BYTES) for start in starts)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -27,9 +27,10 @@ _HEAD = b'{"blake2b":"'
 _MIDDLE = b'","manifest":'
 _TAIL = b"}\n"
 _DIGEST = 64
+_OPENSSL = "blake2b512" in hashlib.algorithms_available
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _VERSION = re.compile(
-    r"(?P<run>[A-Za-z0-9_-]{1,64})\.(?P<epoch>\d{6})\.(?P<step>\d{12})\.(?P<nonce>[A-Za-z0-9_-]{1,64})"
+    r"(?P<run>[A-Za-z0-9_-]{1,64})\.(?P<epoch>[0-9]{6})\.(?P<step>[0-9]{12})\.(?P<nonce>[A-Za-z0-9_-]{1,64})"
 )
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -183,14 +184,21 @@ def manifest_path(version: str) -> str:
 
 def parse_manifest_path(path: str) -> VersionRef | None:
     """The version that a listed path names, None for anything else that lies there."""
-    match = re.fullmatch(rf"{FOLDER}/\d{{12}}-\d{{6}}-({_VERSION.pattern})\.json", path)
+    match = re.fullmatch(rf"{FOLDER}/[0-9]{{12}}-[0-9]{{6}}-({_VERSION.pattern})\.json", path)
     ref = split_version(match[1]) if match else None
     return ref if ref and ref.path == path else None
 
 
+def blake2b(data: bytes | bytearray | memoryview, size: int) -> bytes:
+    """The first ``size`` bytes of the BLAKE2b-512 digest. OpenSSL's, where it has it, is half as fast again."""
+    if _OPENSSL:
+        return hashlib.new("blake2b512", data, usedforsecurity=False).digest()[:size]
+    return hashlib.blake2b(data).digest()[:size]
+
+
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """The blake2b that manifests record, hex."""
-    return hashlib.blake2b(data, digest_size=_DIGEST // 2).hexdigest()
+    """The hash that manifests record: 32 bytes of `blake2b`, hex."""
+    return blake2b(data, _DIGEST // 2).hex()
 
 
 def seal(body: Any) -> bytes:

@@ -16,7 +16,8 @@ _WIDTHS: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("
 
 @dataclass(frozen=True)
 class RowCode:
-    """Coded rows. ``start``/``end``: the hull. ``runs``: number of runs; ``widths``: bytes of a gap and of a length.
+    """Coded rows. ``start``/``end``: the hull. ``runs``: number of runs; ``widths``: bytes of a gap and of a length
+    (all 0 for a bitmap).
 
     ``data`` is, for ``runs``, all gaps (to the end of the run before, the first to ``start``) and then all lengths; for
     ``bitmap``, one bit a row from ``start`` on, lowest bit first.
@@ -86,7 +87,7 @@ def encode_rows(rows: Tensor) -> RowCode:
         return RowCode("runs", start, end, len(rows), len(runs), widths, data)
     bits = np.zeros(end - start, np.uint8)
     bits[rows.numpy() - start] = 1
-    return RowCode("bitmap", start, end, len(rows), len(runs), (0, 0), np.packbits(bits, bitorder="little").tobytes())
+    return RowCode("bitmap", start, end, len(rows), 0, (0, 0), np.packbits(bits, bitorder="little").tobytes())
 
 
 def code_from_meta(meta: Any, data: bytes, name: str) -> RowCode:
@@ -103,7 +104,7 @@ def code_from_meta(meta: Any, data: bytes, name: str) -> RowCode:
         if kind == "runs":
             wanted = code.runs * (_WIDTHS[gap].itemsize + _WIDTHS[length].itemsize)
         else:
-            wanted = {"bitmap": (span + 7) // 8}[kind]
+            wanted = {"bitmap": (span + 7) // 8}[kind] if code.runs == gap == length == 0 else -1
         if len(data) != wanted:
             raise ValueError(f"{len(data)} bytes of row numbers, wanted {wanted}")
     except (KeyError, TypeError, ValueError) as error:

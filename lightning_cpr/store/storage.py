@@ -171,24 +171,13 @@ class Storage:
         full = self._full(prefix) if prefix else self._base
 
         def entries() -> list[Listed] | None:
-            self._fs.invalidate_cache()
             try:
-                found = self._fs.ls(full, detail=True)
+                found = _list_local(full) if self._local else _list_remote(self._fs, full)
             except FileNotFoundError:
                 return None
-            names = [(entry["name"].rstrip("/"), entry) for entry in found]
-            # Object stores list a "folder" placeholder as its own child, and a file as a listing of itself.
             return sorted(
-                (
-                    Listed(
-                        f"{prefix}/{name.rsplit('/', 1)[1]}".lstrip("/"),
-                        int(entry["size"] or 0),
-                        entry["type"] == "directory",
-                    )
-                    for name, entry in names
-                    if name.rsplit("/", 1)[0].strip("/") == full.strip("/")
-                ),
-                key=lambda entry: entry.path,
+                (Listed(f"{prefix}/{name}".lstrip("/"), size, is_dir) for name, size, is_dir in found),
+                key=lambda listed: listed.path,
             )
 
         return self._try("list", prefix or ".", entries)
@@ -409,6 +398,30 @@ def _sync_folder(folder: str) -> None:
         if error.errno not in (errno.EINVAL, errno.EACCES, errno.ENOTSUP):
             raise
         log.debug("cannot sync folder %s: %s", folder, error)
+
+
+def _list_remote(fs: fsspec.AbstractFileSystem, full: str) -> list[tuple[str, int, bool]]:
+    fs.invalidate_cache()
+    found = []
+    for entry in fs.ls(full, detail=True):
+        folder, _, name = entry["name"].rstrip("/").rpartition("/")
+        # Object stores list a folder's placeholder, and a file, as children of themselves.
+        if folder.strip("/") == full.strip("/"):
+            is_dir = entry["type"] == "directory"
+            found.append((name, 0 if is_dir else int(entry["size"]), is_dir))
+    return found
+
+
+def _list_local(full: str) -> list[tuple[str, int, bool]]:
+    found = []
+    with os.scandir(full) as entries:
+        for entry in entries:
+            # A name may be gone again: another rank's temporary file, a link that leads nowhere.
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat()
+                is_dir = stat.S_ISDIR(status.st_mode)
+                found.append((entry.name, 0 if is_dir else status.st_size, is_dir))
+    return found
 
 
 def _read_local(full: str, start: int, end: int | None) -> bytearray:

@@ -178,7 +178,7 @@ def _versions(storage: Storage, paths: list[str], run_id: str | None) -> list[Ve
     refs = [ref for path in paths if (ref := parse_manifest_path(path)) and run_id in (None, ref.run_id)]
     begun: dict[str, int] = {}
     for path in paths:
-        if match := re.fullmatch(rf"{FOLDER}/(\d{{6}})-([A-Za-z0-9_-]+)\.fence", path):
+        if match := re.fullmatch(rf"{FOLDER}/([0-9]{{6}})-([A-Za-z0-9_-]+)\.fence", path):
             begun[match[2]] = max(int(match[1]), begun.get(match[2], 0))
     runs = {ref.run_id for ref in refs} & set(begun)
     # The newest fence of a run carries on what earlier ones let through.

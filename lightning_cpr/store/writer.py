@@ -6,8 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from lightning_cpr.store.agree import abort, check_alive, publish_part
 from lightning_cpr.store.chunk import chunk_rows, encode_chunk
 from lightning_cpr.store.codec import get_codec
 from lightning_cpr.store.manifest import BlobEntry, FileEntry, PartManifest, digest, dump_part
+from lightning_cpr.store.pool import DaemonPool
 from lightning_cpr.store.save import PartReport, RankPart, SaveIO, SaveSpec
 
 
@@ -85,8 +87,7 @@ def _write_chunks(io: SaveIO, spec: SaveSpec, part: RankPart, written: list[str]
             chunk.index_bytes, chunk.index_hash, spec.step,
         )  # fmt: skip
 
-    pool = ThreadPoolExecutor(io.writers, thread_name_prefix="cpr-put")
-    try:
+    with DaemonPool(io.writers, "cpr-put") as pool:
         for block in part.blocks:
             table = _table_of(tables, block)
             wanted = part.codecs.get(table.fqn, "raw")
@@ -94,14 +95,13 @@ def _write_chunks(io: SaveIO, spec: SaveSpec, part: RankPart, written: list[str]
                 check_alive(io, spec)
                 raw_rows += len(piece.rows) if piece.codec != wanted else 0
                 written.append(spec.chunk_path(part.rank, len(written)))
-                pending.append(pool.submit(write, piece, written[-1]))
+                pending.append(pool.submit(partial(write, piece, written[-1])))
+                # Not held here: at most writers + 1 encoded chunks are in memory.
                 del piece
                 if len(pending) > io.writers:
                     entries.append(pending.popleft().result())
         while pending:
             entries.append(pending.popleft().result())
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
     if not entries:
         io.points("mid_write", spec.step)
     return tuple(entries), raw_rows
