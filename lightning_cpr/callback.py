@@ -114,12 +114,12 @@ class CPRCallback(Callback):
                 f"CPRCallback needs every rank to save, and {type(trainer.strategy).__name__} saves on rank 0 only, so"
                 ' that the other ranks\' tables would be missing. Use Trainer(strategy="torchrec").'
             )
-        twins = [c for c in trainer.callbacks if isinstance(c, CPRCallback) and c is not self and c.root == self.root]
-        if twins:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        others = [c for c in callbacks if c is not self]
+        if any(isinstance(c, CPRCallback) and c.root == self.root for c in others):
             raise ConfigError(f"two CPRCallbacks save to {self.root}: give each its own root")
         # After the other callbacks, so that what they keep of a batch is in the version of that batch.
-        others = [c for c in trainer.callbacks if c is not self]
-        trainer.callbacks = [*others, self]
+        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
         self._injector = next((c for c in others if isinstance(c, FaultInjector)), None)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -359,7 +359,7 @@ class CPRCallback(Callback):
 
 def _step(trainer: pl.Trainer) -> int:
     """Batches trained so far, over all epochs."""
-    return trainer.fit_loop.epoch_loop.batch_progress.total.processed
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]
 
 
 def _batch_size(batch: Any) -> int:

@@ -155,7 +155,7 @@ def rewind(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     for one in loader.flattened:
         sampler: Any = getattr(one, "sampler", None)
         if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(fit_loop.epoch_progress.current.processed)
+            sampler.set_epoch(fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
     loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
     fit_loop._combined_loader_states_to_load = []
     iter(fetcher)

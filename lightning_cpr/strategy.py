@@ -92,7 +92,7 @@ class TorchRecStrategy(DDPStrategy):
         self._rates: FusedRates | None = None
         self._table_optimizers: list[Optimizer] = []
 
-    @property
+    @property  # type: ignore[override]
     def checkpoint_io(self) -> CPRCheckpointIO:
         """Lightning's checkpoints as versions; made here unless the user brought one."""
         if self._checkpoint_io is None:
@@ -306,6 +306,7 @@ class TorchRecStrategy(DDPStrategy):
         loop = self.lightning_module.trainer.fit_loop
         if loop.epoch_loop.batch_progress.is_last_batch or not loop.epoch_loop.batch_progress.current.ready:
             # At an epoch's start, where the uninterrupted run makes the loader's iterator.
+            assert loop._data_fetcher is not None
             iter(loop._data_fetcher)
 
     def process_dataloader(self, dataloader: Any) -> Any:
