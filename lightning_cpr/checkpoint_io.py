@@ -12,13 +12,14 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_cpr import state
 from lightning_cpr._lightning import CheckpointIO
-from lightning_cpr.errors import IncompatiblePlanError, ManifestError, UnsupportedError
+from lightning_cpr.errors import CorruptShardError, IncompatiblePlanError, ManifestError, UnsupportedError
 from lightning_cpr.job import Job
 from lightning_cpr.saver import Progress, RunId, rank_part, save_spec
 from lightning_cpr.store.commit import save
@@ -42,10 +43,15 @@ _LAST = re.compile(r"last(-v\d+)?\.ckpt")
 
 @dataclass(frozen=True)
 class Version:
-    """A committed version and the storage that holds it."""
+    """A committed version and the storage that holds it.
+
+    refused: where it was chosen as the newest sound one of a root, the manifests passed over for damage so far; None
+    where it was asked for by name, so that no other will do.
+    """
 
     storage: Storage
     manifest: Manifest
+    refused: tuple[str, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -80,7 +86,7 @@ def find_version(path: str | os.PathLike[str], storage_options: Mapping[str, Any
     root, at, wanted = text.rpartition("@")
     storage = Storage(text, storage_options)
     if not at or storage.list() is not None:
-        return Version(storage, newest(storage).require())
+        return Version(storage, newest(storage).require(), refused=())
     storage = Storage(root, storage_options)
     refs = [r for r in list_versions(storage) if wanted in (r.version, str(r.step))]
     if not refs:
@@ -152,19 +158,18 @@ class CPRCheckpointIO(CheckpointIO):
         job = self._job
         if job is None:
             return load_state(find_version(path, self.storage_options), rank=0, world_size=1)
-        version = self._agreed(job, path)
-        return job.together(lambda: load_state(version, job.rank, job.world_size))
+        return load_sound(job, self._agreed(job, path))
 
     def _agreed(self, job: Job, path: Any) -> Version:
         """Rank 0 finds the version; the others take the same, however the storage changes meanwhile."""
 
-        def find() -> tuple[str, str]:
+        def find() -> tuple[str, str, tuple[str, ...] | None]:
             version = find_version(path, self.storage_options)
-            return version.storage.root, version.manifest.path
+            return version.storage.root, version.manifest.path, version.refused
 
-        root, manifest = job.from_rank_0(find)
+        root, manifest, refused = job.from_rank_0(find)
         storage = Storage(root, self.storage_options)
-        return Version(storage, load_manifest(storage, manifest))
+        return job.together(lambda: Version(storage, load_manifest(storage, manifest), refused))
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint: the manifest first, then its chunks. One that is not there is no error."""
@@ -202,6 +207,36 @@ def load_state(version: Version, rank: int, world_size: int) -> dict[str, Any]:
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
     checkpoint[VERSION_KEY] = version
     return checkpoint
+
+
+def load_sound(job: Job, version: Version) -> dict[str, Any]:
+    """`load_state` on every rank. Where ``version`` was chosen as the newest and is damaged, of the one before it."""
+    while True:
+        try:
+            return job.together(partial(load_state, version, job.rank, job.world_size))
+        except CorruptShardError as error:
+            version = version_before(job, version, error)
+
+
+def version_before(job: Job, version: Version, damage: CorruptShardError) -> Version:
+    """The newest exact version of a root that is not refused yet; ``damage`` where a version was asked for by name.
+
+    Raises:
+        ManifestError: no sound version is left.
+    """
+    if version.refused is None:
+        raise damage
+    log.error("%s is damaged, the version before it is used: %s", version.name, damage)
+    storage, run_id, refused = version.storage, version.manifest.run_id, (*version.refused, version.manifest.path)
+
+    def find() -> str:
+        manifest = newest(storage, run_id=run_id, exclude=refused).manifest
+        if manifest is None:
+            raise ManifestError(f"{storage.root}: no sound version is left, the oldest failed with: {damage}")
+        return manifest.path
+
+    path = job.from_rank_0(find)
+    return job.together(lambda: Version(storage, load_manifest(storage, path), refused))
 
 
 def restore_tables(

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -29,10 +30,17 @@ from lightning_cpr._lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_cpr.checkpoint_io import VERSION_KEY, CPRCheckpointIO, Version, restore_tables
-from lightning_cpr.errors import ConfigError, UnsupportedError
+from lightning_cpr.checkpoint_io import (
+    VERSION_KEY,
+    CPRCheckpointIO,
+    Version,
+    load_sound,
+    restore_tables,
+    version_before,
+)
+from lightning_cpr.errors import ConfigError, CorruptShardError, UnsupportedError
 from lightning_cpr.job import Job
-from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length
+from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length, restart_warning
 from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.state import set_rng_state
 from lightning_cpr.tables import sharding
@@ -290,8 +298,31 @@ class TorchRecStrategy(DDPStrategy):
 
     # Checkpoints.
 
+    @property
+    def _failing(self) -> bool:
+        """Whether an error ends the Trainer on this rank: the others may be anywhere, so nothing waits for them."""
+        return self.lightning_module is not None and self.lightning_module.trainer.interrupted
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing while an error is on its way up."""
+        if not self._failing:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The own value while an error is on its way up."""
+        return obj if self._failing else super().broadcast(obj, src)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Every rank saves its own shards."""
+        """Every rank saves its own shards. Not while an error is on its way up (``save_on_exception``): then rows,
+        states and dense part may be of different steps, and the other ranks are not here.
+        """
+        if self._failing:
+            log.error(
+                "%s is not saved: an error ends the run inside a batch, where tables and dense parameters are of"
+                " different steps. Resume from the newest version instead (CPRCallback saves them as training goes).",
+                filepath,
+            )
+            return
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -304,26 +335,53 @@ class TorchRecStrategy(DDPStrategy):
 
         Raises:
             IncompatiblePlanError: on every rank, if they fit the model on none. No tensor was changed.
+        CorruptShardError: on every rank, if the version was asked for by name; else the one before it is used.
         """
         model = self.lightning_module
         assert model is not None
-        version = checkpoint.get(VERSION_KEY)
-        if not isinstance(version, Version):
+        loaded = checkpoint.get(VERSION_KEY)
+        if not isinstance(loaded, Version):
             raise ConfigError("the checkpoint was not loaded by CPRCheckpointIO, so nothing says where its tables are")
-        self.job.together(lambda: restore_tables(version, model, self.optimizers, strict=strict))
+        version = loaded
+        while True:
+            try:
+                self.job.together(partial(restore_tables, version, model, self.optimizers, strict=strict))
+                break
+            except CorruptShardError as error:
+                # Lightning goes on with this very dict, and has shown it to the module.
+                assert isinstance(checkpoint, dict)
+                older = load_sound(self.job, version_before(self.job, version, error))
+                checkpoint.clear()
+                checkpoint.update(older)
+                version = checkpoint[VERSION_KEY]
+                model.on_load_checkpoint(checkpoint)
         self.job.together(lambda: load_dense_state(model, checkpoint["state_dict"], strict=strict))
         self.loaded_version, self._rng = version, checkpoint.get("rng")
 
     def on_train_start(self) -> None:
+        self._warn_of_a_restart()
+        self._restore_rng()
+
+    def _warn_of_a_restart(self) -> None:
+        if self.loaded_version is None or self.lightning_module is None or not self.is_global_zero:
+            return
+        loop = self.lightning_module.trainer.fit_loop
+        progress = loop.epoch_loop.batch_progress
+        loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+        if warning := restart_warning(loaders, 0 if progress.is_last_batch else progress.current.ready):
+            log.warning(warning)
+
+    def _restore_rng(self) -> None:
         """Random streams are restored as late as can be: making loaders and the sanity check draw from them."""
         if self._rng is None or self.lightning_module is None:
             return
         set_rng_state(self._rng)
         self._rng = None
         loop = self.lightning_module.trainer.fit_loop
-        if loop.epoch_loop.batch_progress.is_last_batch or not loop.epoch_loop.batch_progress.current.ready:
+        assert loop._data_fetcher is not None
+        progress = loop.epoch_loop.batch_progress
+        if progress.is_last_batch or not progress.current.ready:
             # At an epoch's start, where the uninterrupted run makes the loader's iterator.
-            assert loop._data_fetcher is not None
             iter(loop._data_fetcher)
 
     def process_dataloader(self, dataloader: Any) -> Any:
