@@ -312,6 +312,14 @@ class TorchRecStrategy(DDPStrategy):
         """The own value while an error is on its way up."""
         return obj if self._failing else super().broadcast(obj, src)
 
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """The own value while an error is on its way up."""
+        return tensor if self._failing else super().reduce(tensor, *args, **kwargs)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """The own decision while an error is on its way up."""
+        return decision if self._failing else super().reduce_boolean_decision(decision, all)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Every rank saves its own shards. Not while an error is on its way up (``save_on_exception``): then rows,
         states and dense part may be of different steps, and the other ranks are not here.

@@ -47,8 +47,8 @@ def unwritable(rank: int, world: int, folder: str) -> dict[str, Any]:
                 trainer.save_checkpoint(f"{folder}/ck/good.ckpt")
                 trainer.strategy.barrier()
                 if rank == 0:
-                    for place in (f"{folder}/ck", f"{folder}/ck/chunks", f"{folder}/root", f"{folder}/root/chunks"):
-                        os.chmod(place, 0o555)
+                    for place in [p for p in Path(folder).rglob("*") if p.is_dir()]:
+                        place.chmod(0o555)
                 trainer.strategy.barrier()
                 if os.geteuid() == 0:
                     os.seteuid(65534)  # root writes anywhere

@@ -34,16 +34,16 @@ class Rows(Callback):
         self.taken.append(rows_of(pl_module))
 
 
-def faulty(rank: int, world: int, folder: str, wipe: bool) -> dict[str, Any]:
+def faulty(rank: int, world: int, folder: str, recovery: Any) -> dict[str, Any]:
     """A run for each kind of storage fault, at step 10 on rank 1; it crashes at the end, or its shard is wiped."""
     found: dict[str, Any] = {}
     for kind in ("torn_write", "bit_flip", "disk_full"):
         injector = FaultInjector()
         getattr(injector, kind)(rank=1, step=10)
         rows = Rows()
-        cpr = CPRCallback(f"{folder}/{kind}", save_every_n_steps=5, timeout_s=30)
+        cpr = CPRCallback(f"{folder}/{kind}", save_every_n_steps=5, recovery=recovery or "partial", timeout_s=30)
         callbacks = [rows, Settled(cpr), cpr, injector]
-        if wipe:
+        if recovery:
             injector.wipe(rank=1, step=12)
         else:
             callbacks.append(StopAt(STEPS))
@@ -75,7 +75,7 @@ def resumed(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def test_the_run_goes_on_and_the_next_resume_walks_back(tmp_path: Path) -> None:
-    runs = run_ranks(faulty, 2, str(tmp_path), False, timeout=240)
+    runs = run_ranks(faulty, 2, str(tmp_path), None, timeout=240)
     again = run_ranks(resumed, 2, str(tmp_path), timeout=240)
     for rank, run in enumerate(runs):
         for kind in ("torn_write", "bit_flip", "disk_full"):
@@ -98,20 +98,23 @@ def test_the_run_goes_on_and_the_next_resume_walks_back(tmp_path: Path) -> None:
     assert sum(e["event"] == "fault" for e in events) == 1
 
 
-def test_a_partial_recovery_walks_back_too(tmp_path: Path) -> None:
-    runs = run_ranks(faulty, 2, str(tmp_path), True, timeout=240)
-    for kind in ("torn_write", "bit_flip", "disk_full"):
-        lost = runs[1][kind]["rows"]
-        ours = runs[1][kind]
-        assert ours["counts"]["recoveries"] == 1
-        (recovery,) = [e for e in read_events(Storage(str(tmp_path / kind))) if e["event"] == "recovery"]
-        assert recovery["step"] == 12
-        assert recovery["version"].split(".")[2] == "000000000005"
-        # seven steps of one of the two ranks were lost
-        assert 0 < ours["pls"] < 1
-        assert ours["pls"] == pytest.approx(recovery["pls"])
-        assert len(lost) == STEPS
-        assert runs[0][kind]["pls"] == ours["pls"]
+@pytest.mark.parametrize("mode", ["partial", "full"])
+def test_a_recovery_walks_back_too(tmp_path: Path, mode: str) -> None:
+    for run in run_ranks(faulty, 2, str(tmp_path), mode, timeout=240):
+        for kind in ("torn_write", "bit_flip", "disk_full"):
+            ours = run[kind]
+            assert ours["counts"]["recoveries"] == 1
+            (recovery,) = [e for e in read_events(Storage(str(tmp_path / kind))) if e["event"] == "recovery"]
+            assert (recovery["mode"], recovery["step"]) == (mode, 12)
+            assert recovery["version"].split(".")[2] == "000000000005"
+            if mode == "full":
+                assert ours["ids"] == [*range(12), *range(5, STEPS)]
+                assert ours["losses"][12:19] == ours["losses"][5:12]
+                assert ours["pls"] == 0.0
+            else:
+                assert ours["ids"] == list(range(STEPS))
+                # seven of thirteen steps of one of two ranks with 456 and 404 of 860 elements
+                assert ours["pls"] in (pytest.approx(456 / 860 * 7 / 13), pytest.approx(404 / 860 * 7 / 13))
 
 
 def base_run(rank: int, world: int, folder: str) -> dict[str, Any]:
