@@ -215,7 +215,7 @@ def decode_rows_of(
         mine = {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)}
         try:
             return get_codec(codec).decode(mine, cols, dtype)
-        except (ConfigError, KeyError, RuntimeError) as error:
+        except (ConfigError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CorruptShardError(f"{entry.path} (table {entry.table}, {prefix}*): cannot decode: {error}") from error
 
     weight = decode("weight.", entry.codec, entry.cols, spec.dtype)
