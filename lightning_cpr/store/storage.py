@@ -119,6 +119,20 @@ class Storage:
 
         return self._try("write", path, write)
 
+    def append(self, path: str, data: bytes) -> None:
+        """Add bytes at the end of an object, made if missing. For logs with one writer: remote ones are put anew."""
+        full = self._full(path)
+        if not self._local:
+            self.put(path, (bytes(self.get(path)) if self.exists(path) else b"") + data)
+            return
+
+        def write() -> None:
+            _make_folder(str(PurePosixPath(full).parent))
+            with open(full, "ab", buffering=0) as file:
+                file.write(data)
+
+        self._try("append to", path, write)
+
     def get(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
         """Bytes ``[start, end)`` of an object, fewer where it ends before."""
         full = self._full(path)

@@ -1,0 +1,243 @@
+"""CPRCheckpointIO: Lightning's own checkpoints (`ModelCheckpoint`, ``save_checkpoint``, ``ckpt_path``) as versions.
+
+A checkpoint is a self-contained exact base. The file that Lightning names *is* the manifest, so ``exists``, ``-v1``
+suffixes and symbolic links work; its chunks lie beside it under ``chunks/<version>/``. Every rank saves and loads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_cpr import state
+from lightning_cpr._lightning import CheckpointIO
+from lightning_cpr.errors import IncompatiblePlanError, ManifestError, UnsupportedError
+from lightning_cpr.job import Job
+from lightning_cpr.saver import Progress, RunId, rank_part, save_spec
+from lightning_cpr.store.commit import save
+from lightning_cpr.store.manifest import Manifest
+from lightning_cpr.store.reader import ReadReport, read_blob, read_into
+from lightning_cpr.store.save import SaveIO
+from lightning_cpr.store.stage import live_blocks
+from lightning_cpr.store.storage import Storage, relative_to
+from lightning_cpr.store.versions import list_versions, load_manifest, newest, remove
+from lightning_cpr.tables.dense import load_dense_state
+from lightning_cpr.tables.scalars import load_fused_scalars
+from lightning_cpr.tables.shards import local_shards, table_specs
+
+log = logging.getLogger(__name__)
+
+VERSION_KEY = "lightning_cpr_version"
+"""Where a loaded checkpoint names the version that the strategy reads the tables from."""
+
+_LAST = re.compile(r"last(-v\d+)?\.ckpt")
+
+
+@dataclass(frozen=True)
+class Version:
+    """A committed version and the storage that holds it."""
+
+    storage: Storage
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        return f"{self.storage.root}@{self.manifest.version}"
+
+    def blob(self, name: str) -> dict[str, Any]:
+        """A blob's plain values."""
+        return state.decode_blob(read_blob(self.storage, self.manifest, name), name)
+
+    def rank_blobs(self) -> list[dict[str, Any]]:
+        """The blobs of all ranks that saved the version."""
+        return [self.blob(state.rank_blob(rank)) for rank in range(self.manifest.world_size)]
+
+
+def find_version(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Version:
+    """The version that a ``ckpt_path`` means.
+
+    A file is a checkpoint of `CPRCheckpointIO`; a folder is a root, of which the newest exact valid version is taken;
+    ``<root>@<version>`` names one by its id or its step ("@" splits at the last one, where no such path exists).
+    ``last.ckpt`` means the checkpoint of the highest step among ``last*.ckpt`` beside it, whatever the file times say.
+
+    Raises:
+        ManifestError: there is nothing usable; the message says what is there.
+    """
+    text = os.fspath(path)
+    folder, name = relative_to(text.rstrip("/"))
+    beside = Storage(folder, storage_options)
+    if beside.exists(name):
+        if _LAST.fullmatch(name):
+            name = _newest_last(beside, name)
+        return Version(beside, load_manifest(beside, name))
+    root, at, wanted = text.rpartition("@")
+    storage = Storage(text, storage_options)
+    if not at or storage.list() is not None:
+        return Version(storage, newest(storage).require())
+    storage = Storage(root, storage_options)
+    refs = [r for r in list_versions(storage) if wanted in (r.version, str(r.step))]
+    if not refs:
+        raise ManifestError(f"{root} has no version {wanted!r}; `lightning-cpr inspect {root}` lists what it has")
+    return Version(storage, load_manifest(storage, refs[0]))
+
+
+def _newest_last(storage: Storage, name: str) -> str:
+    rivals = [e.path for e in storage.list() or [] if not e.is_dir and _LAST.fullmatch(e.path)]
+    if len(rivals) < 2:
+        return name
+    manifests = {path: load_manifest(storage, path) for path in rivals}
+    best = max(rivals, key=lambda path: (manifests[path].step, manifests[path].wall_time))
+    log.info("%s of step %d is the newest of %s", best, manifests[best].step, ", ".join(sorted(rivals)))
+    return best
+
+
+class CPRCheckpointIO(CheckpointIO):
+    """Reads and writes versions for a Trainer with `TorchRecStrategy`, which brings one by itself.
+
+    Args:
+        storage_options: for fsspec, e.g. credentials of a bucket.
+        timeout_s: how long a rank waits for the others in a save.
+
+    All ranks call `save_checkpoint` and `load_checkpoint`; `remove_checkpoint` is rank 0's. A save waits until the
+    version is committed and raises on every rank if any rank failed; the previous checkpoint then stands.
+    """
+
+    def __init__(self, storage_options: Mapping[str, Any] | None = None, timeout_s: float = 600.0) -> None:
+        self.storage_options = storage_options
+        self.timeout_s = timeout_s
+        self.points: Callable[[str, int], None] | None = None
+        self._job: Job | None = None
+        self._run: RunId | None = None
+
+    def attach(self, job: Job) -> None:
+        """Called by the strategy once the model is sharded."""
+        self._job, self._run = job, None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Save this rank's shards and state; returns when the version is committed.
+
+        Raises:
+            CommitError: a rank failed; every rank gets the first cause.
+            UnsupportedError: the Trainer's strategy is not `TorchRecStrategy`.
+        """
+        if self._job is None:
+            raise UnsupportedError(
+                "CPRCheckpointIO needs every rank, and the Trainer's strategy saves on rank 0 only: tables of the other"
+                ' ranks would be missing. Use Trainer(strategy="torchrec").'
+            )
+        job = self._job
+        self._run = self._run or RunId.of(job, job.incarnation)
+        folder, name = relative_to(os.fspath(path))
+        storage = Storage(folder, storage_options or self.storage_options)
+        at = Progress(job.trainer.fit_loop.total_batch_idx + 1, int(checkpoint.get("lightning_cpr_samples", 0)))
+        spec = save_spec(job, self._run, 0, at, job.broadcast(secrets.token_hex(4)), path=name)
+        part = rank_part(job, checkpoint, live_blocks(job.owned), at.step)
+        io = SaveIO(storage, job.kv, epoch=lambda: 0, timeout_s=self.timeout_s)
+        save(io if self.points is None else SaveIO(**{**vars(io), "points": self.points}), spec, part)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Lightning's checkpoint, without the tables: `TorchRecStrategy` reads those into the live shards.
+
+        Safe whatever ``weights_only`` says: versions hold tensors and plain values only.
+        """
+        job = self._job
+        if job is None:
+            return load_state(find_version(path, self.storage_options), rank=0, world_size=1)
+        version = self._agreed(job, path)
+        return job.together(lambda: load_state(version, job.rank, job.world_size))
+
+    def _agreed(self, job: Job, path: Any) -> Version:
+        """Rank 0 finds the version; the others take the same, however the storage changes meanwhile."""
+
+        def find() -> tuple[str, str]:
+            version = find_version(path, self.storage_options)
+            return version.storage.root, version.manifest.path
+
+        root, manifest = job.from_rank_0(find)
+        storage = Storage(root, self.storage_options)
+        return Version(storage, load_manifest(storage, manifest))
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint: the manifest first, then its chunks. One that is not there is no error."""
+        folder, name = relative_to(os.fspath(path))
+        storage = Storage(folder, self.storage_options)
+        if storage.exists(name):
+            remove(storage, name)
+
+    @staticmethod
+    def load_model(
+        model: torch.nn.Module, path: str, storage_options: Mapping[str, Any] | None = None, strict: bool = True
+    ) -> torch.nn.Module:
+        """Load a version into an unsharded model on one device, for serving or a notebook; returns the model.
+
+        Raises:
+            IncompatiblePlanError: tables or dense weights do not fit. No tensor was changed.
+        """
+        version = find_version(path, storage_options)
+        restore_tables(version, model, strict=strict, with_states=False)
+        load_dense_state(model, version.blob(state.JOB_BLOB)["state_dict"], strict=strict)
+        return model
+
+
+def load_state(version: Version, rank: int, world_size: int) -> dict[str, Any]:
+    """The checkpoint of a rank: what all ranks share, with its own loops, and the version to read the tables from."""
+    checkpoint = version.blob(state.JOB_BLOB)
+    if version.manifest.world_size == world_size:
+        own = version.blob(state.rank_blob(rank))
+        checkpoint |= {"loops": own["loops"], "rng": own["rng"]}
+    elif "loops" in checkpoint:
+        log.warning(
+            "%s was saved by %d ranks and is loaded by %d: random streams start anew, and the loader starts its epoch"
+            " over unless it can place itself", version.name, version.manifest.world_size, world_size,
+        )  # fmt: skip
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+    checkpoint[VERSION_KEY] = version
+    return checkpoint
+
+
+def restore_tables(
+    version: Version,
+    model: torch.nn.Module,
+    optimizers: Any = (),
+    *,
+    strict: bool = True,
+    with_states: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> ReadReport:
+    """Read a version's rows into the live shards of a model, under whatever plan it has.
+
+    Raises:
+        IncompatiblePlanError: tables are missing or left over (``strict``), or shapes or states differ; lists all.
+            No tensor was changed.
+    """
+    saved = {spec.fqn for spec in version.manifest.tables}
+    wanted = set(table_specs(model, optimizers))
+    problems = [f"it has no table {fqn}" for fqn in sorted(wanted - saved)]
+    problems += [f"its table {fqn} is not in the model" for fqn in sorted(saved - wanted)]
+    if problems and strict:
+        raise IncompatiblePlanError(f"{version.name} does not fit the model: {'; '.join(problems)}")
+    if problems:
+        log.warning("%s does not fit the model, the rest is restored: %s", version.name, "; ".join(problems))
+    shards = local_shards(model, optimizers)
+    report = read_into(
+        version.storage,
+        version.manifest,
+        [shard for shard in shards if shard.spec.table in saved],
+        with_states=with_states,
+        progress=progress,
+    )
+    if with_states:
+        scalars: dict[str, Any] = {}
+        for blob in version.rank_blobs():
+            scalars |= blob["scalars"]
+        load_fused_scalars(model, scalars, optimizers)
+    return report

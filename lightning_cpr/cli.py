@@ -1,0 +1,83 @@
+"""The ``lightning-cpr`` command: ``fit``, ``validate``, ``test``, ``predict`` are LightningCLI's, the rest are ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from lightning_cpr._version import __version__
+from lightning_cpr.errors import CPRError
+
+TRAINER_COMMANDS = {
+    "fit": "train a model from a config; the torchrec strategy is the default",
+    "validate": "validate a model from a config",
+    "test": "test a model from a config",
+    "predict": "predict with a model from a config",
+}
+
+# command: (module, function). Imported when used: `inspect` needs no Trainer, `fit` no plots.
+COMMANDS: dict[str, tuple[str, str]] = {}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0, 1 where a check failed, 2 for an error of ours, told in one line."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    command = args[0] if args else "--help"
+    try:
+        if command in ("-h", "--help"):
+            print(usage())
+            return 0
+        if command == "--version":
+            print(f"lightning-cpr {__version__}")
+            return 0
+        if command in TRAINER_COMMANDS:
+            return run_trainer(args)
+        if command in COMMANDS:
+            return _run(_function(command), command, args[1:])
+        print(f"lightning-cpr: no command {command!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    except CPRError as e:
+        print(f"lightning-cpr {command}: {e}", file=sys.stderr)
+        return 2
+
+
+def usage() -> str:
+    """The text of ``lightning-cpr --help``."""
+    lines = ["usage: lightning-cpr COMMAND [options]", "", "commands:"]
+    summaries = {**TRAINER_COMMANDS, **{c: (_function(c).__doc__ or "").partition("\n")[0] for c in COMMANDS}}
+    lines += [f"  {name:<10} {summary}" for name, summary in summaries.items()]
+    return "\n".join([*lines, "", "lightning-cpr COMMAND --help shows a command's options."])
+
+
+def run_trainer(args: Sequence[str]) -> int:
+    """LightningCLI with strategy ``torchrec``; ``class_path``s are found from the current directory, as with -m."""
+    sys.path.insert(0, os.getcwd())
+    from lightning_cpr._lightning import PACKAGE
+
+    cli = import_module(f"{PACKAGE}.cli")
+    cli.LightningCLI(
+        args=list(args),
+        trainer_defaults={"strategy": "torchrec"},
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,
+    )
+    return 0
+
+
+def _function(command: str) -> Callable[..., Any]:
+    module, name = COMMANDS[command]
+    return getattr(import_module(module), name)
+
+
+def _run(function: Callable[..., Any], command: str, args: Sequence[str]) -> int:
+    from jsonargparse import auto_cli
+
+    status = auto_cli(function, args=list(args), prog=f"lightning-cpr {command}", as_positional=True)
+    return int(status or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""A running Trainer seen as what saves and restores need of it: ranks, tables, shards, a key-value store.
+
+One process is the same code as many: every job has a process group, and a store that background work synchronises
+through. Collectives run on the training thread only.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from lightning_cpr._lightning import pl
+from lightning_cpr.errors import CPRError
+from lightning_cpr.spec import Shard, ShardSpec, TableSpec
+from lightning_cpr.store.kv import KeyValue
+from lightning_cpr.tables import shards as tables
+
+T = TypeVar("T")
+
+
+class Job:
+    """What the ranks of one fit share. Made after the strategy has sharded the model, on all ranks together."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.trainer = trainer
+        self.rank = trainer.global_rank
+        self.world_size = trainer.world_size
+        # Keys of an earlier fit or an earlier incarnation may still be in the agent's store: never share their prefix.
+        self.incarnation: str = self.broadcast(secrets.token_hex(4))
+        default_store = dist.distributed_c10d._get_default_store()
+        self.kv: KeyValue = dist.PrefixStore(f"lightning_cpr/{self.incarnation}", default_store)
+
+    @property
+    def module(self) -> pl.LightningModule:
+        return self.trainer.lightning_module
+
+    @cached_property
+    def shards(self) -> list[Shard]:
+        """The shards that this rank holds, replicas included."""
+        return tables.local_shards(self.module, self.trainer.optimizers)
+
+    @cached_property
+    def specs(self) -> dict[str, TableSpec]:
+        """All tables of the model by name; the same on every rank."""
+        return tables.table_specs(self.module, self.trainer.optimizers)
+
+    @cached_property
+    def plan(self) -> list[ShardSpec]:
+        """All shards of all ranks; the same on every rank."""
+        return tables.global_shards(self.module)
+
+    @property
+    def owned(self) -> list[Shard]:
+        """The shards that this rank saves."""
+        return [s for s in self.shards if s.spec.owner == self.rank]
+
+    def sharded_elements(self, owner: int) -> int:
+        """Elements of the owner's shards; replicated tables do not count, since no single failure loses them."""
+        return sum(s.elements for s in self.plan if s.owner == owner and not s.replicated)
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank. A collective: training thread only."""
+        return self.trainer.strategy.broadcast(value)
+
+    def from_rank_0(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on rank 0; its result, or its CPRError, on every rank. A collective: training thread only."""
+        outcome: tuple[T | None, CPRError | None] = (None, None)
+        if self.rank == 0:
+            try:
+                outcome = (work(), None)
+            except CPRError as e:
+                outcome = (None, e)
+        result, error = self.broadcast(outcome)
+        if error is not None:
+            raise error
+        return cast(T, result)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do local work on every rank; if it failed anywhere, raise the lowest rank's error everywhere.
+
+        A collective: training thread only. Without it one rank's error would leave the others waiting for it.
+        """
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as e:
+            error = e
+        errors: list[Exception | None] = [None] * self.world_size
+        dist.all_gather_object(errors, error if error is None or isinstance(error, CPRError) else CPRError(repr(error)))
+        first = next(((rank, e) for rank, e in enumerate(errors) if e is not None), None)
+        if first is None:
+            return result
+        if error is not None:
+            raise error
+        raise type(first[1])(f"rank {first[0]}: {first[1]}") from first[1]

@@ -1,0 +1,91 @@
+"""The training loader's position after the batch that was trained last, although fetching runs ahead of training.
+
+Lightning prefetches a batch where a loader has no length, and a `TrainPipelineSparseDist` keeps several in flight. The
+loader's own state is then ahead of the model's, and a resume from it would skip the batches in between. So each state
+is noted as its batch is handed out, and a save takes the note of the batch trained last.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class StatefulLoader(Protocol):
+    """A loader that can say where it stands, e.g. torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def has_length(loader: Any) -> bool:
+    """Whether a loader knows how many batches it has: if not, Lightning fetches one ahead."""
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands. ahead: batches handed out and not yet trained. epoch_done: the epoch's last is trained."""
+
+    ahead: int
+    epoch_done: bool
+
+
+class TrackedLoader:
+    """Wraps a stateful loader.
+
+    Args:
+        loader: the stateful loader.
+        position: where training stands, at the time of the call.
+        runs_ahead: whether batches may be handed out before the last one is trained; states are noted only then.
+    """
+
+    def __init__(self, loader: Any, position: Callable[[], Position], runs_ahead: bool = True) -> None:
+        self._loader = loader
+        self._position = position
+        self._runs_ahead = runs_ahead
+        self._states: deque[dict[str, Any]] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not lazily: a loader's iterator draws its seed from the random stream when it is made.
+        self._states.clear()
+        batches = iter(self._loader)
+        return self._noting(batches) if self._runs_ahead else batches
+
+    def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._states.append(self._loader.state_dict())
+        for batch in batches:
+            self._states.append(self._loader.state_dict())
+            while len(self._states) > self._position().ahead + 2:
+                self._states.popleft()
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state from which the loader hands out the batch after the one trained last."""
+        at = self._position()
+        state = self._states[-1 - at.ahead] if self._states else self._loader.state_dict()
+        return {"loader": state, "epoch_done": at.epoch_done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `state_dict` returned; with the next epoch where it was of an epoch's end."""
+        self._states.clear()
+        self._loader.load_state_dict(state["loader"])
+        if state["epoch_done"]:
+            # The loader has handed out its last batch but has not been asked for one more: ask, so that it ends too.
+            next(iter(self._loader), None)

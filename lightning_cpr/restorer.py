@@ -1,0 +1,168 @@
+"""Brings back what a failure took from a job whose processes all live: the doing of a `RecoveryPlan`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_cpr._lightning import pl
+from lightning_cpr.checkpoint_io import Version, load_state
+from lightning_cpr.errors import CorruptShardError, CPRError, ManifestError, RecoveryError
+from lightning_cpr.job import Job
+from lightning_cpr.policy.ledger import Event, Ledger, charge
+from lightning_cpr.policy.ledger import rewind as rewind_ledger
+from lightning_cpr.recovery.plan import Mode, RecoveryPlan, Source, plan_recovery
+from lightning_cpr.saver import BackgroundSaves, Progress
+from lightning_cpr.state import rewind
+from lightning_cpr.store.manifest import Consistency, Manifest
+from lightning_cpr.store.reader import read_into
+from lightning_cpr.store.storage import Storage
+from lightning_cpr.store.versions import fence, load_manifest, newest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a recovery did. ``event`` is the ledger's; ``rewound``: where a full recovery went back to."""
+
+    plan: RecoveryPlan
+    ledger: Ledger
+    event: Event
+    rewound: Progress | None
+    bytes_read: int
+    rows: int
+    seconds: float
+
+
+class Restorer:
+    """Recovers on the training thread of every rank together.
+
+    Nobody but the failed ranks reads a table file in a partial recovery.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        storage: Storage,
+        run_id: str,
+        saves: BackgroundSaves,
+        timeout_s: float,
+        emit: Callable[..., Any],
+    ) -> None:
+        self._job = job
+        self._storage = storage
+        self._run_id = run_id
+        self._saves = saves
+        self._timeout_s = timeout_s
+        self._emit = emit
+
+    def recover(
+        self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, mode: Mode, ledger: Ledger
+    ) -> Recovered:
+        """Restore the shards of ``failed``; a version that turns out damaged is refused and the one before it tried.
+
+        Raises:
+            RecoveryError: no version serves. Nothing more was changed.
+        """
+        started = time.monotonic()
+        self._end_save_in_flight(epoch)
+        refused: list[str] = []
+        while True:
+            plan, manifest = self._decide(failed, mode, refused)
+            problem, bytes_read, rows = self._restore(trainer, failed, plan, manifest)
+            if problem is None:
+                break
+            log.error("version %s is refused: %s", manifest.version, problem)
+            self._emit("version_refused", version=manifest.version, error=problem)
+            refused.append(manifest.path)
+        rewound: Progress | None = None
+        event: Event
+        if plan.mode == "full":
+            rewound = Progress(manifest.step, manifest.samples)
+            ledger, event = rewind_ledger(ledger, manifest.samples)
+        else:
+            ledger, event = charge(ledger, at.samples, self._losses(failed, manifest))
+        seconds = time.monotonic() - started
+        return Recovered(plan, ledger, event, rewound, bytes_read, rows, seconds)
+
+    def _end_save_in_flight(self, epoch: int) -> None:
+        """A new epoch: a save that holds rows of a failed rank must not commit."""
+        if self._job.rank == 0:
+            self._job.kv.set("epoch", str(epoch))
+        dist.barrier()
+        outcome = self._saves.poll(self._timeout_s) if self._saves.busy else None
+        if isinstance(outcome, CPRError):
+            # Aborted by this recovery, which is no failure of storage.
+            self._saves.failed_in_a_row = 0
+            self._emit("save_aborted", error=str(outcome).partition("\n")[0])
+        dist.barrier()
+        if self._job.rank == 0:
+            fence(self._storage, self._run_id, epoch)
+
+    def _decide(self, failed: list[int], mode: Mode, refused: list[str]) -> tuple[RecoveryPlan, Manifest]:
+        """Rank 0 looks for versions and decides; all take its plan."""
+
+        def decide() -> tuple[RecoveryPlan, str]:
+            consistency: Consistency | None = "exact" if mode == "full" else None
+            manifest = newest(self._storage, consistency, self._run_id, exclude=refused).manifest
+            sources = [] if manifest is None else [_source(manifest)]
+            return plan_recovery(dict.fromkeys(failed, sources), mode), manifest.path if manifest else ""
+
+        plan, path = self._job.from_rank_0(decide)
+        return plan, self._job.together(lambda: load_manifest(self._storage, path))
+
+    def _restore(
+        self, trainer: pl.Trainer, failed: list[int], plan: RecoveryPlan, manifest: Manifest
+    ) -> tuple[str | None, int, int]:
+        """(what is wrong with the version on some rank, bytes read, rows restored): the latter over all ranks."""
+        problem, bytes_read, rows = None, 0, 0
+        try:
+            if plan.mode == "full":
+                version = Version(self._storage, manifest)
+                checkpoint = load_state(version, self._job.rank, self._job.world_size)
+                rewind(trainer, checkpoint)
+                rows = sum(shard.spec.rows for shard in self._job.owned)
+                bytes_read = sum(f.bytes for f in manifest.files) if self._job.rank == 0 else 0
+            elif self._job.rank in failed:
+                report = read_into(self._storage, manifest, [s for s in self._job.owned if not s.spec.replicated])
+                bytes_read, rows = report.bytes_read, report.rows
+        except (CorruptShardError, ManifestError) as e:
+            problem = f"rank {self._job.rank}: {e}"
+        except CPRError as e:
+            raise RecoveryError(f"rank {self._job.rank}: {e}") from e
+        everybody: list[Any] = [None] * self._job.world_size
+        dist.all_gather_object(everybody, (problem, bytes_read, rows))
+        problems = [p for p, _, _ in everybody if p is not None]
+        return (problems[0] if problems else None), sum(b for _, b, _ in everybody), sum(r for _, _, r in everybody)
+
+    def _losses(self, failed: list[int], manifest: Manifest) -> dict[int, tuple[int, list[int]]]:
+        """By failed owner: its sharded elements, and the samples that each of its shards is complete to."""
+        complete = {record.spec: record.complete_step for record in manifest.shards}
+        return {
+            owner: (
+                self._job.sharded_elements(owner),
+                [
+                    _samples_at(manifest, complete.get(spec, manifest.step))
+                    for spec in self._job.plan
+                    if spec.owner == owner and not spec.replicated
+                ],
+            )
+            for owner in failed
+        }
+
+
+def _source(manifest: Manifest) -> Source:
+    oldest = min((record.complete_step for record in manifest.shards), default=manifest.step)
+    samples = _samples_at(manifest, oldest)
+    return Source("store", manifest.version, oldest, samples, manifest.consistency == "exact")
+
+
+def _samples_at(manifest: Manifest, step: int) -> int:
+    """Samples done at a step of the version's run."""
+    return manifest.samples if step == manifest.step else manifest.samples * step // max(1, manifest.step)

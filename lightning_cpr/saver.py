@@ -1,0 +1,203 @@
+"""From a running job to a version: what all ranks agree on, what this rank puts into it, and saving behind training.
+
+`CPRCheckpointIO` saves while training waits, `CPRCallback` through `BackgroundSaves`.
+
+Rank 0 decides at the end of batch k what is saved at the end of batch k + 1 and announces it in the key-value store.
+No collective is needed for the others to know in time: to finish batch k + 1 they need rank 0's share of its forward or
+backward, which rank 0 sends after the announcement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_cpr import state
+from lightning_cpr.errors import CommitError, CPRError
+from lightning_cpr.job import Job
+from lightning_cpr.spec import RowBlock
+from lightning_cpr.store.background import BackgroundWriter
+from lightning_cpr.store.commit import save
+from lightning_cpr.store.manifest import Consistency, Kind, Manifest, ShardRecord, new_version_id
+from lightning_cpr.store.save import RankPart, SaveIO, SaveReport, SaveSpec
+from lightning_cpr.store.stage import Stager
+from lightning_cpr.store.versions import load_manifest
+from lightning_cpr.tables.scalars import fused_scalars
+from lightning_cpr.tables.shards import plan_fingerprint
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunId:
+    """Which run a version belongs to, and what it takes to resume it: the same tables and model, the same plan."""
+
+    run_id: str
+    config_fingerprint: str
+    plan_fingerprint: str
+
+    @staticmethod
+    def of(job: Job, run_id: str) -> RunId:
+        """The identity of this job under ``run_id``."""
+        dense = job.trainer.strategy.lightning_module_state_dict()
+        lines = [repr((s.fqn, s.rows, s.cols, s.dtype, s.optimizer, s.states)) for s in job.specs.values()]
+        lines += [f"{name} {tuple(getattr(value, 'shape', ()))}" for name, value in sorted(dense.items())]
+        config = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+        return RunId(run_id, config, plan_fingerprint(job.module))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training stands: batches and samples trained so far, over all ranks."""
+
+    step: int
+    samples: int
+
+
+def save_spec(
+    job: Job,
+    run: RunId,
+    epoch: int,
+    at: Progress,
+    nonce: str,
+    *,
+    kind: Kind = "base",
+    consistency: Consistency = "exact",
+    parent: str | None = None,
+    path: str | None = None,
+) -> SaveSpec:
+    """What every rank of one save passes alike."""
+    return SaveSpec(
+        version=new_version_id(run.run_id, epoch, at.step, nonce),
+        samples=at.samples,
+        kind=kind,
+        consistency=consistency,
+        world_size=job.world_size,
+        tables=tuple(job.specs.values()),
+        config_fingerprint=run.config_fingerprint,
+        plan_fingerprint=run.plan_fingerprint,
+        parent=parent,
+        path=path,
+    )
+
+
+def rank_part(job: Job, checkpoint: dict[str, Any], blocks: Iterable[RowBlock], step: int) -> RankPart:
+    """This rank's rows and blobs. ``checkpoint`` is Lightning's, of this rank; it is copied before this returns.
+
+    Raises:
+        UnsupportedError: the checkpoint holds an object that has no plain form.
+    """
+    state.drop_unplain_hparams(checkpoint, ("hyper_parameters", "datamodule_hyper_parameters"))
+    plain = state.to_plain(checkpoint)
+    own = {
+        "loops": plain.get("loops"),
+        "rng": state.to_plain(state.rng_state()),
+        "scalars": state.to_plain(fused_scalars(job.module, job.trainer.optimizers)),
+    }
+    blobs = {state.rank_blob(job.rank): state.encode_blob(own)}
+    if job.rank == 0:
+        blobs[state.JOB_BLOB] = state.encode_blob(plain)
+    return RankPart(
+        rank=job.rank,
+        blocks=blocks,
+        shards=tuple(ShardRecord(shard.spec, step) for shard in job.owned),
+        blobs=blobs,
+    )
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Rank 0's decision for one step. ``stop``: nothing is saved, the run ends with this cause."""
+
+    step: int
+    nonce: str
+    kind: Kind = "base"
+    consistency: Consistency = "exact"
+    stop: str = ""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A save of this callback that is committed. ``stall_s``: how long training waited. ``manifest``: on rank 0."""
+
+    report: SaveReport
+    stall_s: float
+    manifest: Manifest | None
+
+
+class BackgroundSaves:
+    """The saves of one callback on one rank: announced, staged on the training thread, written behind it.
+
+    Extra memory: the stager's buffers, and ``SaveIO.writers + 1`` chunks while a save is written.
+    """
+
+    def __init__(self, job: Job, run: RunId, io: SaveIO) -> None:
+        self.job, self.run, self.io = job, run, io
+        self.stager = Stager()
+        self.failed_in_a_row = 0
+        self.first_failure: CPRError | None = None
+        self._writer: BackgroundWriter[Committed] = BackgroundWriter(io.cancel)
+        self._busy = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight on this rank (not taken by `poll` yet)."""
+        return self._busy
+
+    def announce(self, plan: SavePlan) -> None:
+        """Tell all ranks. Rank 0 only, before it starts the batch that ``plan.step`` names."""
+        self.job.kv.set(f"plan/{plan.step}", json.dumps(asdict(plan)))
+
+    def announced(self, step: int) -> SavePlan | None:
+        """What rank 0 decided for the end of this step."""
+        key = f"plan/{step}"
+        if not self.job.kv.check([key]):
+            return None
+        return SavePlan(**json.loads(self.job.kv.get(key)))
+
+    def start(self, plan: SavePlan, at: Progress, checkpoint: dict[str, Any], ledger: Any) -> float:
+        """Stage this rank's rows and start writing. Returns the stall in seconds."""
+        started = time.monotonic()
+        if self._busy:
+            raise CommitError(f"rank {self.job.rank}: the save before the one of step {at.step} has not ended")
+        spec = save_spec(
+            self.job, self.run, self.io.epoch(), at, plan.nonce, kind=plan.kind, consistency=plan.consistency
+        )
+        part = rank_part(self.job, checkpoint, self.stager.stage(self.job.owned), at.step)
+        stall = time.monotonic() - started
+
+        def work() -> Committed:
+            report = save(self.io, spec, part, ledger=ledger)
+            manifest = load_manifest(self.io.storage, report.path) if self.job.rank == 0 else None
+            return Committed(report, stall, manifest)
+
+        self._writer.submit(work)
+        self._busy = True
+        return stall
+
+    def poll(self, timeout: float = 0.0) -> Committed | CPRError | None:
+        """The outcome of the save in flight, once; None if there is none, or it has not ended within ``timeout``."""
+        future = self._writer.wait(timeout)
+        if future is None:
+            return None
+        self._busy = False
+        error = future.exception()
+        if error is None:
+            self.failed_in_a_row, self.first_failure = 0, None
+            return future.result()
+        assert isinstance(error, CPRError)
+        self.failed_in_a_row += 1
+        self.first_failure = self.first_failure or error
+        return error
+
+    def close(self, timeout: float) -> None:
+        """End the save in flight: wait for it, then cancel it. For exceptions and teardown; no collectives."""
+        try:
+            self._writer.close(timeout)
+        except CommitError as error:
+            log.error("%s", error)

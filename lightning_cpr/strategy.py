@@ -1,0 +1,386 @@
+"""TorchRecStrategy: shards the embedding collections of a plain LightningModule and trains it in a Lightning Trainer.
+
+trainer = pl.Trainer(strategy="torchrec", accelerator="cpu", devices=2)
+trainer = pl.Trainer(strategy=TorchRecStrategy(plan={"big": "row_wise", "small": "table_wise"}))
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_cpr._lightning import (
+    DDPStrategy,
+    ForwardRedirection,
+    TrainerFn,
+    check_trainer,
+    optimizers_to_device,
+    pl,
+    prepare_for_backward,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from lightning_cpr.checkpoint_io import VERSION_KEY, CPRCheckpointIO, Version, restore_tables
+from lightning_cpr.errors import ConfigError, UnsupportedError
+from lightning_cpr.job import Job
+from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length
+from lightning_cpr.pipeline import PipelinedModule
+from lightning_cpr.state import set_rng_state
+from lightning_cpr.tables import sharding
+from lightning_cpr.tables.dense import (
+    dense_optimizer_state,
+    dense_state,
+    load_dense_optimizer_state,
+    load_dense_state,
+)
+from lightning_cpr.tables.sharding import PlanLike, World
+from lightning_cpr.tables.table_optim import (
+    FusedRates,
+    claim_tables,
+    drop_fused,
+    fused_optimizer,
+    has_fused_updates,
+    undeclared_fused_tables,
+)
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+"""How long a collective may wait. A rank whose peers wait for a dead one is released by this alone, so it is finite."""
+
+
+class TorchRecStrategy(DDPStrategy):
+    """Shards with TorchRec's DistributedModelParallel where DDP would wrap, in every stage; one process a device.
+
+    Collections on the meta device are allocated shard by shard. Modules that the user wrapped in
+    DistributedModelParallel are taken as they are. All ranks save, and a checkpoint is restored after set-up.
+
+    plan, constraints, sharders, topology: see `lightning_cpr.tables.sharding.build_plan`. ddp: arguments of
+    DistributedDataParallel for the dense part, e.g. ``{"find_unused_parameters": True}``. The rest is DDPStrategy's.
+
+    Raises at set-up:
+        UnsupportedError: a module, kernel, precision or Trainer option that would train or save wrongly, by name.
+        ConfigError: a plan that does not fit the model or the world.
+    """
+
+    def __init__(
+        self,
+        plan: PlanLike = None,
+        constraints: Mapping[str, Any] | None = None,
+        sharders: Sequence[Any] | None = None,
+        topology: Any | None = None,
+        ddp: Mapping[str, Any] | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        accelerator: Any | None = None,
+        parallel_devices: Any | None = None,
+        cluster_environment: Any | None = None,
+        checkpoint_io: Any | None = None,
+        precision_plugin: Any | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            timeout=timeout,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            **(ddp or {}),
+        )
+        self._plan = plan
+        self._constraints = constraints
+        self._sharders = sharders
+        self._topology = topology
+        self._forward_redirection = _DenseRedirection()
+        self.loaded_version: Version | None = None
+        self._rng: dict[str, Any] | None = None
+        self._rates: FusedRates | None = None
+        self._table_optimizers: list[Optimizer] = []
+
+    @property  # type: ignore[override]
+    def checkpoint_io(self) -> CPRCheckpointIO:
+        """Lightning's checkpoints as versions; made here unless the user brought one."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = CPRCheckpointIO()
+        assert isinstance(self._checkpoint_io, CPRCheckpointIO)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        if io is not None and not isinstance(io, CPRCheckpointIO):
+            raise ConfigError(
+                f"{type(io).__name__} cannot save the tables of all ranks: leave it out (TorchRecStrategy brings"
+                " CPRCheckpointIO), and use CPRCallback to save in the background."
+            )
+        self._checkpoint_io = io
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def setup_distributed(self) -> None:
+        # torchrec reads the ranks of a node from here; torchrun sets it, Lightning's launcher does not.
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
+        super().setup_distributed()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        check_trainer(trainer)
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        sharding.refuse_unsupported(self.lightning_module)
+        module: nn.Module = self.lightning_module
+        if fitting and self._layer_sync:
+            module = self._layer_sync.apply(module)
+        self.model = self._setup_model(self.precision_plugin.convert_module(module))
+        self._rates = FusedRates(self.model)
+        if fitting:
+            self._check_training(trainer, self.model)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            optimizers_to_device(self.optimizers, self.root_device)
+        self.job = Job(trainer)
+        self.loaded_version, self._rng = None, None
+        self.checkpoint_io.attach(self.job)
+
+    def model_to_device(self) -> None:
+        """Nothing: tables may be on meta; sharding puts every tensor where it belongs."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
+        world = World(self.world_size, self.num_processes, self.root_device)
+        plan = sharding.build_plan(
+            model,
+            world,
+            self._plan,
+            constraints=self._constraints,
+            sharders=self._sharders,
+            topology=self._topology,
+        )
+        return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
+
+    def _check_training(self, trainer: pl.Trainer, model: nn.Module) -> None:
+        """Refuses what trains wrongly, and names what trains differently, when tables are updated in backward."""
+        if undeclared := undeclared_fused_tables(model):
+            rank_zero_warn(
+                f"No optimizer was declared for {', '.join(undeclared)}: fbgemm trains them with SGD at a rate of "
+                f"0.01. Declare one with apply_optimizer_in_backward."
+            )
+        if not has_fused_updates(model):
+            return
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        schedules = [cb for cb in callbacks if hasattr(cb, "going_to_accumulate_grad_batches")]
+        if trainer.accumulate_grad_batches > 1 or any(cb.going_to_accumulate_grad_batches() for cb in schedules):
+            raise UnsupportedError(
+                "accumulate_grad_batches > 1: fused tables are updated in every backward, so tables would take one "
+                "step a batch and dense parameters one step a window. Use a larger batch, or 1."
+            )
+        if getattr(self.precision_plugin, "precision", None) == "16-mixed":
+            raise UnsupportedError(
+                "precision='16-mixed': fused tables are updated in backward with the scaled gradient, infinite ones "
+                "included, since they do not know the loss scale. Use precision='bf16-mixed'."
+            )
+        if trainer.gradient_clip_val:
+            rank_zero_warn(
+                "gradient_clip_val clips dense parameters only: fused tables are updated in backward, before it. "
+                "Tables have their own: gradient_clipping=True and max_gradient in the fused params."
+            )
+
+    # Optimizers.
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.model is not None
+        assert self._rates is not None
+        for optimizer in self.optimizers:
+            if dropped := drop_fused(optimizer):
+                rank_zero_info(
+                    f"{dropped} table parameters were taken out of {type(optimizer).__name__}: they are updated in "
+                    f"backward by their own optimizer."
+                )
+        self._table_optimizers, untrained = claim_tables(self.model, self.optimizers)
+        self._rates.follow(self.model, self._table_optimizers)
+        if untrained:
+            rank_zero_warn(f"Nothing updates {', '.join(untrained)}: no optimizer has it and none was declared for it.")
+
+    @property
+    def fused_optimizer(self) -> Any:
+        """TorchRec's optimizer over this rank's fused tables. A rate set in a param group holds from the next batch."""
+        assert self.model is not None
+        return fused_optimizer(self.model)
+
+    def add_fused_groups(self, optimizer: Optimizer) -> Optimizer:
+        """Lets ``optimizer``'s learning-rate schedulers drive the tables too; returns it. In ``configure_optimizers``::
+
+            optimizer = self.trainer.strategy.add_fused_groups(torch.optim.Adam(self.mlp.parameters(), lr=0.001))
+            return {"optimizer": optimizer, "lr_scheduler": LinearLR(optimizer, ...)}
+
+        Adds one param group named ``fused`` (one per distinct rate, ``fused-<rate>``), with the tables' declared rate
+        and no parameters. LearningRateMonitor shows it, and checkpoints hold it as part of the optimizer.
+        """
+        assert self._rates is not None, "add_fused_groups belongs into configure_optimizers, after sharding"
+        self._rates.attach(optimizer)
+        return optimizer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._rates is not None
+        self._rates.push()
+        if isinstance(self.lightning_module, PipelinedModule):
+            # Its pipeline calls the wrapped model itself, once per batch.
+            with self.precision_plugin.train_step_context():
+                self.lightning_module.training_step(*args, **kwargs)
+            return None
+        return super().training_step(*args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        if isinstance(self.lightning_module, PipelinedModule):
+            self.lightning_module.pause_pipeline()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # Step all before clearing any: the tables of one dense kernel share a gradient tensor.
+        for table_optimizer in self._table_optimizers:
+            table_optimizer.step()
+        for table_optimizer in self._table_optimizers:
+            table_optimizer.zero_grad()
+        return output
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """By canonical parameter names, without tables: their rows are saved as rows."""
+        assert self.lightning_module is not None
+        return dense_optimizer_state(self.lightning_module, getattr(optimizer, "_optimizer", optimizer))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_dense_optimizer_state(self.lightning_module, optimizer, state)
+        optimizers_to_device(self.optimizers, self.root_device)
+
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        return None if self.model is None else sharding.dense_ddp(self.model)
+
+    # Gradient synchronisation of the dense part. Lightning's versions look for DDP at the top, where ours is not.
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._ddp is not None and self._backward_inside_forward():
+            prepare_for_backward(self._ddp, closure_loss)
+
+    def _backward_inside_forward(self) -> bool:
+        module = self.lightning_module
+        return module is not None and not module.automatic_optimization and not isinstance(module, PipelinedModule)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with nullcontext() if self._ddp is None else self._ddp.no_sync():
+            yield
+
+    # Checkpoints.
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Every rank saves its own shards."""
+        self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The dense state; tables are saved by rows (`lightning_cpr.tables.shards`)."""
+        assert self.lightning_module is not None
+        return dense_state(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """The dense state of a checkpoint, and the rows of the version that it came with.
+
+        Raises:
+            IncompatiblePlanError: on every rank, if they fit the model on none. No tensor was changed.
+        """
+        model = self.lightning_module
+        assert model is not None
+        version = checkpoint.get(VERSION_KEY)
+        if not isinstance(version, Version):
+            raise ConfigError("the checkpoint was not loaded by CPRCheckpointIO, so nothing says where its tables are")
+        self.job.together(lambda: restore_tables(version, model, self.optimizers, strict=strict))
+        self.job.together(lambda: load_dense_state(model, checkpoint["state_dict"], strict=strict))
+        self.loaded_version, self._rng = version, checkpoint.get("rng")
+
+    def on_train_start(self) -> None:
+        """Random streams are restored as late as can be: making loaders and the sanity check draw from them."""
+        if self._rng is None or self.lightning_module is None:
+            return
+        set_rng_state(self._rng)
+        self._rng = None
+        loop = self.lightning_module.trainer.fit_loop
+        if loop.epoch_loop.batch_progress.is_last_batch or not loop.epoch_loop.batch_progress.current.ready:
+            # At an epoch's start, where the uninterrupted run makes the loader's iterator.
+            assert loop._data_fetcher is not None
+            iter(loop._data_fetcher)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A stateful training loader is tracked, so that a resume repeats and skips nothing."""
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        if trainer is None or not trainer.training or not isinstance(dataloader, StatefulLoader):
+            return dataloader
+        runs_ahead = not has_length(dataloader) or hasattr(self.lightning_module, "in_flight")
+        return TrackedLoader(dataloader, lambda: _position(trainer), runs_ahead)
+
+    def teardown(self) -> None:
+        """Leaves tables where they are, and an error that is on its way up visible."""
+        first = sys.exc_info()[1]
+        steps = [self._close_pipeline, self._unwrap, self.precision_plugin.teardown, self.checkpoint_io.teardown]
+        if self.accelerator is not None:
+            steps.append(self.accelerator.teardown)
+        if self.cluster_environment is not None:
+            steps.append(self.cluster_environment.teardown)
+        failed: Exception | None = None
+        for step in steps:
+            try:
+                step()
+            except Exception as error:
+                log.error("tear-down of %s failed: %s", step, error)
+                failed = failed or error
+        if failed is not None and first is None:
+            raise failed
+
+    def _close_pipeline(self) -> None:
+        if isinstance(self.lightning_module, PipelinedModule):
+            self.lightning_module.close_pipeline()
+
+    def _unwrap(self) -> None:
+        self.model = self.lightning_module
+        if self._layer_sync is not None and self.lightning_module is not None:
+            self._layer_sync.revert(self.lightning_module)
+
+
+class _DenseRedirection(ForwardRedirection):
+    """In manual optimization the backward runs inside DDP's forward, whose own preparation for it must not run."""
+
+    def on_after_inner_forward(self, wrapper_module: nn.Module, original_module: pl.LightningModule) -> None:
+        self._sync(wrapper_module, original_module, False)
+
+    def on_after_outer_forward(self, wrapper_module: nn.Module, original_module: pl.LightningModule) -> None:
+        self._sync(wrapper_module, original_module, True)
+
+    @staticmethod
+    def _sync(wrapper_module: nn.Module, original_module: pl.LightningModule, on: bool) -> None:
+        ddp = sharding.dense_ddp(wrapper_module)
+        if ddp is not None and not original_module.automatic_optimization:
+            ddp.require_backward_grad_sync = on
+
+
+def _position(trainer: pl.Trainer) -> Position:
+    """Batches fetched and not trained (Lightning's prefetch, a pipeline's batches in flight), and the epoch's end."""
+    fetched = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+    ahead = fetched + int(getattr(trainer.lightning_module, "in_flight", 0))
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return Position(ahead, progress.is_last_batch and not ahead)

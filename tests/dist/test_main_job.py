@@ -1,0 +1,142 @@
+"""The main job: a run saves behind its training, loses a shard, and gets only that shard back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_cpr import CPRCallback, FaultInjector
+from lightning_cpr._lightning import Callback
+from lightning_cpr.checkpoint_io import find_version
+from lightning_cpr.policy.ledger import event_from_json, replay
+from lightning_cpr.report.events import read_events
+from lightning_cpr.store.reader import read_table
+from lightning_cpr.store.storage import Storage
+from lightning_cpr.strategy import TorchRecStrategy
+from lightning_cpr.tables.shards import local_shards
+from tests._ranks import run_ranks
+from tests._tiny import NUM_BATCHES, Tiny, TinyDataset, make_batch, make_trainer
+
+PLAN = {"a": "row_wise", "b": "table_wise", "c": "table_wise"}
+
+
+class Snapshots(Callback):
+    """Copies of this rank's shards after the batches asked for, before and after CPRCallback has acted on them."""
+
+    def __init__(self, steps: tuple[int, ...]) -> None:
+        self.steps = steps
+        self.taken: dict[tuple[str, int], dict[str, Tensor]] = {}
+
+    def _take(self, when: str, trainer: Any) -> None:
+        step = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if step in self.steps:
+            self.taken[when, step] = rows_of(trainer.lightning_module)
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        step = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if step - 1 in self.steps:
+            self.taken["next", step - 1] = rows_of(trainer.lightning_module)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self._take("end", trainer)
+
+
+def rows_of(model: Any) -> dict[str, Tensor]:
+    """This rank's rows and optimizer states, copied, by shard."""
+    return {
+        f"{s.spec.table}[{s.spec.row_start}:{s.spec.row_end},{s.spec.col_start}]{name}": tensor.clone()
+        for s in local_shards(model)
+        for name, tensor in {"": s.weight, **{f".{n}": t for n, t in s.states.items()}}.items()
+    }
+
+
+def stateful_loader(rank: int, count: int = NUM_BATCHES) -> StatefulDataLoader[Any]:
+    """The rank's fixed batches, in order, from a loader that knows where it stands."""
+    return StatefulDataLoader(TinyDataset([make_batch(index, rank) for index in range(count)]), batch_size=None)
+
+
+def wiped_run(rank: int, world: int, root: str, recovery: str) -> dict[str, Any]:
+    model = Tiny(dense="adam")
+    snapshots = Snapshots((20, 23))
+    injector = FaultInjector().wipe(rank=1, step=23)
+    callback = CPRCallback(root, save_every_n_steps=10, recovery=recovery, timeout_s=30)
+    trainer = make_trainer(world, TorchRecStrategy(plan=PLAN), callbacks=[callback, snapshots, injector])
+    trainer.fit(model, stateful_loader(rank, count=32))
+    return {
+        "losses": model.losses,
+        "taken": snapshots.taken,
+        "fired": injector.count("wipe"),
+        "pls": callback.pls,
+        "rows": rows_of(model),
+        "counts": callback.counts,
+    }
+
+
+def test_a_wiped_shard_alone_comes_back(tmp_path: Path) -> None:
+    results = run_ranks(wiped_run, 2, str(tmp_path), "partial")
+    assert [r["fired"] for r in results] == [0, 1]
+    # the survivor's rows are bit-identical across the recovery
+    survivor = results[0]["taken"]
+    assert_equal(survivor["end", 23], survivor["next", 23])
+    # the wiped shard is bit-equal to its last saved version, of step 20
+    lost = results[1]["taken"]
+    assert_equal(lost["next", 23], lost["end", 20])
+    assert not torch.equal(*[lost["end", s]["net.ebc.embedding_bags.a[50:100,0]"] for s in (20, 23)])
+    # PLS of the formula: 3 of 32 steps, weighted by rank 1's share of the elements
+    events = read_events(Storage(str(tmp_path)))
+    elements = {0: 50 * 8 + 7 * 8, 1: 50 * 8 + 1 * 4}
+    if "net.ebc.embedding_bags.c[0:1,0]" not in lost["end", 20]:
+        elements = {0: 50 * 8 + 1 * 4, 1: 50 * 8 + 7 * 8}
+    expected = elements[1] / sum(elements.values()) * 3 / 32
+    assert results[0]["pls"] == results[1]["pls"] == pytest.approx(expected, rel=1e-12)
+    recovery = next(e for e in events if e["event"] == "recovery")
+    ledger = replay(sum(elements.values()), [event_from_json(recovery["ledger"])])
+    assert ledger.pls(recovery["total_samples"]) == results[0]["pls"]
+    assert recovery["mode"] == "partial"
+    assert recovery["failed"] == [1]
+    assert [e["event"] for e in events if e["event"] == "fault"] == ["fault"]
+
+
+def test_full_recovery_rewinds_everybody(tmp_path: Path) -> None:
+    wiped = run_ranks(wiped_run, 2, str(tmp_path / "wiped"), "full")
+    plain = run_ranks(plain_run, 2, str(tmp_path / "plain"))
+    for ours, reference in zip(wiped, plain, strict=True):
+        # steps 21 to 23 were done twice, with the same losses
+        assert ours["losses"][:23] == reference["losses"][:23]
+        assert ours["losses"][23:] == reference["losses"][20:]
+        assert_equal(ours["rows"], reference["rows"])
+        assert ours["pls"] == 0.0
+
+
+def plain_run(rank: int, world: int, root: str) -> dict[str, Any]:
+    model = Tiny(dense="adam")
+    callback = CPRCallback(root, save_every_n_steps=10, timeout_s=30)
+    trainer = make_trainer(world, TorchRecStrategy(plan=PLAN), callbacks=[callback])
+    trainer.fit(model, stateful_loader(rank, count=32))
+    return {"losses": model.losses, "rows": rows_of(model), "counts": callback.counts}
+
+
+def test_every_version_is_whole_and_the_last_is_the_end_state(tmp_path: Path) -> None:
+    results = run_ranks(plain_run, 2, str(tmp_path))
+    version = find_version(str(tmp_path))
+    assert version.manifest.step == 32
+    rows: dict[str, Tensor] = {k: v for r in results for k, v in r["rows"].items()}
+    weight, states = read_table(version.storage, version.manifest, "net.ebc.embedding_bags.a")
+    name = "net.ebc.embedding_bags.a"
+    assert torch.equal(weight, torch.cat([rows[f"{name}[0:50,0]"], rows[f"{name}[50:100,0]"]]))
+    assert torch.equal(states["sum"], torch.cat([rows[f"{name}[0:50,0].sum"], rows[f"{name}[50:100,0].sum"]]))
+    committed = [e["step"] for e in read_events(Storage(str(tmp_path))) if e["event"] == "save_committed"]
+    assert committed[0] == 0
+    assert committed[-1] == 32
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
