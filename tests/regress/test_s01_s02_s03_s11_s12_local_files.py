@@ -87,7 +87,7 @@ def test_s12_saving_over_a_path_whose_chunks_are_mapped(tmp_path: Path) -> None:
     storage, t = Storage(str(tmp_path)), table("a", 5000, 16)
     old = save_one(storage, [t], 1, path="last.ckpt")
     with safe_open(tmp_path / old.files[0].path, "pt") as lazy:
-        mapped = lazy.get_tensor("weight.raw")
+        mapped = lazy.get_tensor("weight.values")
         before = t.weight.clone()
         t.weight += 1
         save_one(storage, [t], 2, path="last.ckpt")

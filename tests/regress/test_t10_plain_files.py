@@ -19,6 +19,6 @@ def test_t10_chunks_are_safetensors_and_manifests_json(tmp_path: Path) -> None:
         assert b"ShardedTensor" not in raw
         assert not raw.startswith((b"PK\x03\x04", b"\x80\x02"))
     plain = safetensors.torch.load_file(tmp_path / manifest.files[0].path)
-    assert torch.equal(plain["weight.raw"], t.weight)
-    assert torch.equal(plain["state.sum.raw"][:, 0], t.states["sum"])
-    assert torch.equal(plain["state.exp_avg.raw"], t.states["exp_avg"])
+    assert torch.equal(plain["weight.values"], t.weight)
+    assert torch.equal(plain["state.sum.values"][:, 0], t.states["sum"])
+    assert torch.equal(plain["state.exp_avg.values"], t.states["exp_avg"])
