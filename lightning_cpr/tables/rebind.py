@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cpr.errors import UnsupportedError
 
+STAND_IN = "cpr_stand_in"
 _WALKED = ("torchrec.", "fbgemm_gpu.", "torch.distributed.")
 
 
@@ -32,10 +33,16 @@ def stand_in_group(rank: int, world_size: int) -> None:
     A replacement builds its model with it, so that it runs no collective that the survivors do not run.
     """
     import torchrec.distributed.collective_utils as collective_utils
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch._C._distributed_c10d import FakeProcessGroup
 
+    def create(common: Any, options: Any) -> Any:
+        return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)
+
+    # Not under torch's own name "fake": TorchRec leaves half of a module out where it sees that.
+    if not hasattr(dist.Backend, STAND_IN.upper()):
+        dist.Backend.register_backend(STAND_IN, create, extended_api=True, devices=["cpu", "cuda"])
     collective_utils._INITIALIZED = True  # else the model's constructor broadcasts an object, once per process
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group(STAND_IN, store=dist.HashStore(), rank=rank, world_size=world_size)
 
 
 def rebind(model: nn.Module, group: dist.ProcessGroup) -> int:
