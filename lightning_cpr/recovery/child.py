@@ -22,7 +22,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_cpr.recovery.guardian import CONTROL_FD_ENV, EXIT_STEP_DOWN, HEARTBEAT_FD_ENV, JOB_DIR_ENV, show_log
+from lightning_cpr.recovery.guardian import (
+    CONTROL_FD_ENV,
+    EXIT_STEP_DOWN,
+    HEARTBEAT_FD_ENV,
+    JOB_DIR_ENV,
+    note_user_error,
+    show_log,
+)
 
 log = logging.getLogger("lightning_cpr.recovery.child")  # __name__ is __main__ here
 
@@ -87,11 +94,9 @@ def _end_with(error: Exception) -> None:
         sys.exit(EXIT_STEP_DOWN)
     rank = int(os.environ["RANK"])
     publish_error(store_from_env()(5.0), rank, error)
-    if job_dir := os.environ.get(JOB_DIR_ENV):
-        report = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-        text = Path(report).read_text() if report and Path(report).exists() else ""
-        told = {"rank": rank, "error": f"{type(error).__name__}: {error}", "code": 1, "report": text}
-        Path(job_dir, "user-error.json").write_text(json.dumps(told))
+    report = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "") or os.devnull)
+    text = report.read_text() if report.exists() else ""
+    note_user_error(os.environ.get(JOB_DIR_ENV), rank, f"{type(error).__name__}: {error}", 1, text)
 
 
 def main() -> None:

@@ -61,7 +61,9 @@ def elect(holdings: Sequence[Holding]) -> Decision:
     steps = {h.rank: h.step for h in alive if h.step is not None}
     newest = max(steps.values())
     if newest - min(steps.values()) > 1:
-        raise RecoveryError(f"survivors are more than one step apart (finished steps by rank: {steps}); restart the job")
+        raise RecoveryError(
+            f"survivors are more than one step apart (finished steps by rank: {steps}); restart the job"
+        )
     if len({h.plan for h in holdings if h.plan}) > 1:
         raise RecoveryError(f"ranks hold shards of different plans: { {h.rank: h.plan for h in holdings} }")
     return Decision(

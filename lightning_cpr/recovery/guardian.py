@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,6 +37,7 @@ EXIT_STEP_DOWN = 75
 """A trainer's exit code for: live recovery failed, take the next step down (EX_TEMPFAIL)."""
 GRACE_S = 25.0
 _POLL_S = 0.25
+_NOTE = "user-error.json"
 _REPLACEABLE = {
     signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS
 }  # fmt: skip
@@ -55,11 +57,16 @@ DEFAULT_BUDGET = Budget()
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do about a trainer that ended. ``code``: the guardian's own exit code, unless it replaces."""
+    """What to do about a trainer that ended.
+
+    ``code``: the guardian's own exit code, unless it replaces. ``own_error``: the script failed by itself, and would
+    again.
+    """
 
     act: Literal["replace", "end"]
     code: int
     reason: str
+    own_error: bool = False
 
 
 def judge(returncode: int, replaced_at: Sequence[float], now: float, budget: Budget) -> Verdict:
@@ -68,8 +75,10 @@ def judge(returncode: int, replaced_at: Sequence[float], now: float, budget: Bud
         return Verdict("end", 0, "finished")
     if returncode == EXIT_STEP_DOWN:
         return Verdict("end", returncode, "live recovery failed; the next step down is torchrun's restart")
+    if returncode >= 128:
+        return Verdict("end", returncode, f"left after {signal.Signals(returncode - 128).name}")
     if returncode > 0:
-        return Verdict("end", returncode, "an exception in its own code, not a lost peer")
+        return Verdict("end", returncode, "an error in its own code, not a lost peer", own_error=True)
     name = signal.Signals(-returncode).name
     if -returncode not in _REPLACEABLE:
         return Verdict("end", 128 - returncode, f"ended by {name}")
@@ -174,6 +183,10 @@ class Guardian:
                     return code if code >= 0 else 128 - code
                 verdict = judge(self._trainer.process.returncode, self._replaced_at, time.monotonic(), self._budget)
                 if verdict.act == "end":
+                    if verdict.own_error:
+                        note_user_error(
+                            os.environ.get(JOB_DIR_ENV), self._rank, f"exit code {verdict.code}", verdict.code
+                        )
                     level = logging.ERROR if verdict.code else logging.INFO
                     log.log(level, "rank %d: trainer %d: %s", self._rank, self._trainer.process.pid, verdict.reason)
                     return verdict.code
@@ -212,7 +225,12 @@ class Guardian:
         self._trainer, self._spare = spare or Child(), None
         kind = "warm spare" if spare else "new process"
         log.warning(
-            "rank %d: trainer %d %s; %s %d takes over", self._rank, old.process.pid, reason, kind, self._trainer.process.pid
+            "rank %d: trainer %d %s; %s %d takes over",
+            self._rank,
+            old.process.pid,
+            reason,
+            kind,
+            self._trainer.process.pid,
         )
         self._trainer.assign(**self._order, replaces=reason)
 
@@ -237,15 +255,26 @@ def show_log() -> None:
     logger.propagate = False
 
 
-def user_error_before(job_dir: str | None) -> int | None:
-    """The exit code of an exception that ended an earlier attempt on this host, None if there was none.
+def note_user_error(job_dir: str | None, rank: int, error: str, code: int, report: str = "") -> None:
+    """Leave a note that the user's code failed, for `user_error_before`. The first note stands.
 
-    Such an error comes back on each attempt; torchrun has no way to be told, so each later attempt ends at once.
+    ``report``: the content of torchrun's error file.
     """
-    marker = Path(job_dir or "") / "user-error.json"
-    if not job_dir or not marker.exists():
+    if job_dir:
+        told = {"rank": rank, "error": error, "code": code, "report": report}
+        with suppress(FileExistsError), open(Path(job_dir, _NOTE), "x") as file:
+            json.dump(told, file)
+
+
+def user_error_before(job_dir: str | None) -> int | None:
+    """The exit code of an error of the user's code that ended an earlier attempt on this host, None if there was none.
+
+    Such an error comes back on each attempt. torchrun cannot be told, so each later attempt ends at once, with it.
+    """
+    note = Path(job_dir or "", _NOTE)
+    if not job_dir or not note.exists():
         return None
-    told = json.loads(marker.read_text())
+    told = json.loads(note.read_text())
     log.error("not started again: rank %s ended with %s", told["rank"], told["error"])
     if "TORCHELASTIC_ERROR_FILE" in os.environ and told["report"]:
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(told["report"])

@@ -1,6 +1,6 @@
 """Recovers a running job in place: survivors and replacements meet in a new epoch and leave it standing together.
 
-Call order on every rank: `recover` joins (`Membership`), then calls the `LiveState` it was given: `rebind`, then
+Call order on every rank: `recover` meets and forms the new group (`Membership`), then calls the `LiveState` it was given: `rebind`, then
 `capture` on the donor only, `adopt` on the ranks that are lost or behind, `restore` on all. A peer that dies meanwhile
 starts it over. Ranks leave through a barrier, so nobody trains before everybody stands.
 """
@@ -8,7 +8,6 @@ starts it over. Ranks leave through a barrier, so nobody trains before everybody
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,8 +15,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from lightning_cpr.errors import RecoveryError
 from lightning_cpr.recovery.election import Decision, Holding, elect, is_lost_peer
-from lightning_cpr.recovery.membership import Membership
+from lightning_cpr.recovery.membership import Epoch, Membership
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class LiveState(Protocol):
 
 @dataclass(frozen=True)
 class Recovery:
-    """One recovery. ``seconds`` by phase (join, rebind, dense, restore); ``error`` is what this rank saw break."""
+    """One recovery. ``seconds`` by phase (meet, form, rebind, dense, restore); ``error`` is what this rank saw break."""
 
     epoch: int
     rank: int
@@ -58,34 +58,45 @@ class Recovery:
 def recover(
     membership: Membership,
     state: LiveState,
-    step: int | None,
+    holding: Holding,
     after: int,
-    plan: str = "",
+    position: str = "",
+    met: Epoch | None = None,
     error: str = "",
     device: torch.device | None = None,
 ) -> Recovery:
     """Meet the other ranks in an epoch above ``after`` and bring the job back to one agreed step.
 
     Args:
-        step: dense steps that this rank has finished; None for a replacement.
-        plan: fingerprint of this rank's job layout: ranks whose fingerprints differ do not go on together.
+        holding: what this rank has.
+        position: of this rank in the run, for replacements (`Membership.meet`).
+        met: the epoch in which a replacement has met the others already, and after whose agreed step it stands.
+        error: what this rank saw break.
 
     Raises:
         RecoveryError: it cannot be done in place; the process should end, for the next step down.
     """
+    planned = None if met is None else elect(met.holdings).step
     while True:
         clock = _Clock()
-        epoch = membership.join(Holding(membership.rank, os.getpid(), step, plan), after)
-        clock.mark("join")
+        epoch = met or membership.meet(holding, after, position)
+        met, after = None, epoch.number
+        clock.mark("meet")
+        if not membership.form(epoch):
+            continue
+        clock.mark("form")
+        decision = elect(epoch.holdings)
+        if planned is not None and decision.step != planned:
+            raise RecoveryError(
+                f"this replacement prepared for step {planned}, but the job goes on from {decision.step}"
+            )
+        recovery = Recovery(epoch.number, membership.rank, decision, epoch.holdings, clock.seconds, error)
         try:
-            decision = elect(epoch.holdings)
-            recovery = Recovery(epoch.number, membership.rank, decision, epoch.holdings, clock.seconds, error)
             _bring_together(recovery, state, clock, device or torch.device("cpu"))
         except RuntimeError as e:
             if not is_lost_peer(e):
                 raise
             log.warning("epoch %d lost a peer during its recovery: %s", epoch.number, e)
-            after = epoch.number
             continue
         log.warning(
             "rank %d: recovered in epoch %d at step %d (lost %s, behind %s, dense state of rank %d): %s",
@@ -131,5 +142,3 @@ class _Clock:
         now = time.monotonic()
         self.seconds[phase] = now - self._last
         self._last = now
-
-

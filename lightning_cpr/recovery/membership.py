@@ -1,11 +1,13 @@
 """Who is alive: epochs in the job's store, joining one, and the process group of each.
 
-An epoch starts when a replacement announces itself. Every rank then says what it holds under the new epoch and waits
-for all the others; if the epoch moves meanwhile they start over. Each epoch has its own group on its own store prefix;
-a prefix is never used twice, also not after a failed start. Nothing here is a collective until the group stands.
+An epoch starts when a replacement announces itself. In it every rank first `meet`s the others (says what it holds,
+hears what they hold), then, when it is ready, `form`s the epoch's group with them. If the epoch moves meanwhile they
+meet again. Each epoch has its own group on its own store prefix; a prefix is never used twice, also not after a failed
+start. Nothing is a collective until the group stands.
 
-Keys, under ``cpr/<run id>/<restart>/``: ``epoch`` (a counter), ``epoch/<n>`` (why n began), ``<n>/hold/<rank>``,
-``<n>/ports/<rank>``, ``<n>/pg/...`` (the group's own), ``error`` (a Python exception somewhere: no peer was lost).
+Keys, under ``cpr/<run id>/<restart>/``: ``epoch`` (a counter), ``epoch/<n>`` (why n began), ``<n>/position/<rank>``,
+``<n>/hold/<rank>``, ``<n>/ready/<rank>``, ``<n>/ports/<rank>``, ``<n>/pg/...`` (the group's own), ``error`` (a Python
+exception somewhere: no peer was lost).
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class Timeouts:
     """Seconds. Each wait has one; `check` says what must hold between them.
 
     collective: of the process group. announce: from a broken collective until a replacement announces itself. join:
-    until all ranks have said what they hold (a replacement builds its model first). free: until a survivor that was
-    told of a new epoch has left its collective; else it ends itself, and is replaced.
+    from there until all ranks are ready for the new group (a replacement builds its model first). free: until a
+    survivor that was told of a new epoch has left its collective; else it ends itself, and is replaced.
     """
 
     collective: float = 60.0
@@ -60,18 +62,18 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch that this rank has joined: its number and what each rank brought, by rank."""
+    """An epoch in which this rank has met all others: its number and what each of them holds, by rank."""
 
     number: int
     holdings: tuple[Holding, ...]
 
 
 class _EpochMovedError(Exception):
-    """A newer epoch began while this one was being joined."""
+    """A newer epoch has begun."""
 
 
 class Membership:
-    """One rank's place in the job. ``join`` makes the group, ``leave`` drops it, ``close`` ends the watcher thread.
+    """One rank's place in the job: `meet`, `form`, train, `leave`, and so on; `close` ends the watcher thread.
 
     Args:
         connect: makes a new client of the job's store, already under the job's prefix.
@@ -108,8 +110,10 @@ class Membership:
         """The membership of a process that torchrun, or a guardian under it, has started."""
         return cls(store_from_env(env), int(env["RANK"]), int(env["WORLD_SIZE"]), **kwargs)  # type: ignore[arg-type]
 
-    def join(self, holding: Holding, after: int) -> Epoch:
-        """Join the newest epoch above ``after`` and stand in its process group. All ranks call it.
+    def meet(self, holding: Holding, after: int, position: str = "") -> Epoch:
+        """Meet all ranks in the newest epoch above ``after``. Leaves the group of an older one.
+
+        ``position`` is what a replacement needs to know of this rank's place in the run, see `position_of`.
 
         Raises:
             RecoveryError: no newer epoch, a rank that did not come, or an exception in the user's code on some rank.
@@ -118,18 +122,32 @@ class Membership:
         number = self._wait_newer(after)
         deadline = time.monotonic() + self.timeouts.join
         while True:
+            self._store.set(f"{number}/position/{self.rank}", position)
+            self._store.set(f"{number}/hold/{self.rank}", holding.to_json())
             try:
-                holdings = self._gather(number, holding, deadline)
-                self._form(number)
-                return Epoch(number, holdings)
+                told = self._gather(number, "hold", deadline)
+                return Epoch(number, tuple(Holding.from_json(value) for value in told))
             except _EpochMovedError:
                 number = self._current()
-            except RuntimeError as e:
-                if not is_lost_peer(e):
-                    raise
-                log.warning("epoch %d broke while its group was made: %s", number, e)
-                self.leave()
-                number = self._wait_newer(number)
+
+    def position_of(self, epoch: Epoch, rank: int) -> str:
+        """The ``position`` that ``rank`` gave when it met the others."""
+        return self._store.get(f"{epoch.number}/position/{rank}").decode()
+
+    def form(self, epoch: Epoch) -> bool:
+        """Make the process group of an epoch with all its ranks. False if a newer epoch has begun: `meet` again."""
+        self._store.set(f"{epoch.number}/ready/{self.rank}", "")
+        try:
+            self._gather(epoch.number, "ready", time.monotonic() + self.timeouts.join)
+            self._make_group(epoch.number)
+        except _EpochMovedError:
+            return False
+        except RuntimeError as e:
+            if not is_lost_peer(e):
+                raise
+            log.warning("epoch %d broke while its group was made: %s", epoch.number, e)
+            return False
+        return True
 
     def leave(self) -> None:
         """Drop the process group, if there is one. Peers that still wait in it are woken by the closed connections."""
@@ -171,22 +189,23 @@ class Membership:
             time.sleep(_JOIN_POLL_S)
         return number
 
-    def _gather(self, number: int, holding: Holding, deadline: float) -> tuple[Holding, ...]:
-        self._store.set(f"{number}/hold/{self.rank}", holding.to_json())
-        keys = [f"{number}/hold/{rank}" for rank in range(self.world_size)]
+    def _gather(self, number: int, what: str, deadline: float) -> list[str]:
+        keys = [f"{number}/{what}/{rank}" for rank in range(self.world_size)]
         while not self._store.check(keys):
-            self.confirm(RecoveryError("joining"))
+            self.confirm(RecoveryError("meeting the other ranks"))
             if self._current() != number:
                 raise _EpochMovedError
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise RecoveryError(f"epoch {number}: ranks {missing} did not come within {self.timeouts.join:g} s")
+                raise RecoveryError(
+                    f"epoch {number}: ranks {missing} did not come within {self.timeouts.join:g} s ({what})"
+                )
             time.sleep(_JOIN_POLL_S)
         if self._current() != number:
             raise _EpochMovedError
-        return tuple(Holding.from_json(value.decode()) for value in self._store.multi_get(keys))
+        return [value.decode() for value in self._store.multi_get(keys)]
 
-    def _form(self, number: int) -> None:
+    def _make_group(self, number: int) -> None:
         if dist.is_initialized():  # a replacement's stand-in group
             dist.destroy_process_group()
         self._listeners = set()
@@ -244,7 +263,9 @@ class Membership:
         deadline = time.monotonic() + self.timeouts.free
         while self.epoch == number and not self._closing:
             if self._group_up and time.monotonic() > deadline:
-                log.error("rank %d did not leave epoch %d within %g s: ending it", self.rank, number, self.timeouts.free)
+                log.error(
+                    "rank %d did not leave epoch %d within %g s: ending it", self.rank, number, self.timeouts.free
+                )
                 os.kill(os.getpid(), signal.SIGKILL)
             self._pause(0.5)
 

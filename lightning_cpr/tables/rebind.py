@@ -109,12 +109,16 @@ class _Walk:
 
     def _mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         if mesh.ndim != 1 or mesh.size() != self.group.size():
-            raise UnsupportedError(f"the model uses a device mesh of shape {tuple(mesh.shape)}; live recovery knows 1D only")
+            raise UnsupportedError(
+                f"the model uses a device mesh of shape {tuple(mesh.shape)}; live recovery knows 1D only"
+            )
         if any(mesh is new for new in self._meshes.values()):
             return mesh
         if id(mesh) not in self._meshes:
             self._seen[id(mesh)] = mesh
-            self._meshes[id(mesh)] = init_device_mesh(mesh.device_type, tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
+            self._meshes[id(mesh)] = init_device_mesh(
+                mesh.device_type, tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names
+            )
         return self._meshes[id(mesh)]
 
 
@@ -151,11 +155,15 @@ def _fixed(value: Any) -> None:
 def _new_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
     """What `DistributedDataParallel.__setstate__` does for a copied module."""
     if ddp.__dict__.get("_comm_hooks"):
-        raise UnsupportedError("a DDP communication hook is registered, and it keeps the old group; the job restarts in full")
+        raise UnsupportedError(
+            "a DDP communication hook is registered, and it keeps the old group; the job restarts in full"
+        )
     ddp.process_group = group
     del ddp.reducer, ddp.logger
     parameters, expect_sparse = ddp._build_params_for_reducer()
-    ddp._ddp_init_helper(parameters, expect_sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
+    ddp._ddp_init_helper(
+        parameters, expect_sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph
+    )
     ddp._has_rebuilt_buckets = False
     ddp._lazy_init_ran = False
     ddp._static_graph_delay_allreduce_enqueued = False

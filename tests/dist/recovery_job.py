@@ -72,13 +72,17 @@ def build(rank: int, world: int, rows: int, tables: int, width: int) -> Distribu
     plan = construct_module_sharding_plan(
         net.ebc, kinds, sharder=Sharder(), world_size=world, local_size=world, device_type="cpu"
     )
-    return DistributedModelParallel(net, plan=ShardingPlan({"ebc": plan}), sharders=[Sharder()], device=torch.device("cpu"))
+    return DistributedModelParallel(
+        net, plan=ShardingPlan({"ebc": plan}), sharders=[Sharder()], device=torch.device("cpu")
+    )
 
 
 def features(step: int, rank: int, rows: int, tables: int) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     values = torch.randint(0, rows, (4 * tables,), generator=generator)
-    return KeyedJaggedTensor([f"f{i}" for i in range(tables)], values, lengths=torch.ones(4 * tables, dtype=torch.int64))
+    return KeyedJaggedTensor(
+        [f"f{i}" for i in range(tables)], values, lengths=torch.ones(4 * tables, dtype=torch.int64)
+    )
 
 
 def local_tensors(model: DistributedModelParallel) -> dict[str, Tensor]:
@@ -167,11 +171,13 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     record("start", fresh=fresh, attempt=os.environ["TORCHELASTIC_RESTART_COUNT"])
-    membership = Membership.from_env(on_beat=heartbeat(), timeouts=Timeouts(collective=20, announce=20, join=60, free=10))
+    membership = Membership.from_env(
+        on_beat=heartbeat(), timeouts=Timeouts(collective=20, announce=20, join=60, free=10)
+    )
     if fresh:
         stand_in_group(rank, world)
     else:
-        membership.join(Holding(rank, os.getpid(), 0), after=-1)
+        assert membership.form(membership.meet(Holding(rank, os.getpid(), 0), after=-1))
     model = build(rank, world, options.rows, options.tables, options.width)
     replicated = [bag.weight for i, bag in enumerate(model.module.ebc.embedding_bags.values()) if i % 3 == 2]
     dense = torch.optim.Adam([*model.module.mlp.parameters(), *replicated], lr=0.01)
@@ -181,7 +187,7 @@ def main() -> None:
         if strike_first and int(os.environ[REPLACES_ENV]) == 1:
             record("kill", step=-1, point="join")
             os.kill(os.getpid(), signal.SIGKILL)
-        recover(membership, state, None, after=int(os.environ[REPLACES_ENV]) - 1)
+        recover(membership, state, Holding(rank, os.getpid(), None), after=int(os.environ[REPLACES_ENV]) - 1)
     while state.step < options.steps:
         step = state.step + 1
         try:
@@ -203,7 +209,7 @@ def main() -> None:
             loss = None
             drop_traces(e)
             record("before", rows=digest(local_tensors(model)), dense=digest(state.parameters()), step=state.step)
-            recover(membership, state, state.step, after=membership.epoch, error=str(e))
+            recover(membership, state, Holding(rank, os.getpid(), state.step), membership.epoch, error=str(e))
             continue
         record("step", step=step)
     dist.barrier()
