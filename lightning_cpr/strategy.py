@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_cpr._lightning import (
     DDPStrategy,
@@ -25,10 +26,27 @@ from lightning_cpr._lightning import (
     optimizers_to_device,
     pl,
     prepare_for_backward,
+    rank_zero_info,
+    rank_zero_warn,
 )
+from lightning_cpr.errors import UnsupportedError
+from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.tables import sharding
-from lightning_cpr.tables.dense import dense_state, load_dense_state
+from lightning_cpr.tables.dense import (
+    dense_optimizer_state,
+    dense_state,
+    load_dense_optimizer_state,
+    load_dense_state,
+)
 from lightning_cpr.tables.sharding import PlanLike, World
+from lightning_cpr.tables.table_optim import (
+    FusedRates,
+    claim_tables,
+    drop_fused,
+    fused_optimizer,
+    has_fused_updates,
+    undeclared_fused_tables,
+)
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +83,8 @@ class TorchRecStrategy(DDPStrategy):
         self._sharders = sharders
         self._topology = topology
         self._forward_redirection = _DenseRedirection()
+        self._rates: FusedRates | None = None
+        self._table_optimizers: list[Optimizer] = []
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -86,7 +106,9 @@ class TorchRecStrategy(DDPStrategy):
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
         self.model = self._setup_model(self.precision_plugin.convert_module(module))
+        self._rates = FusedRates(self.model)
         if fitting:
+            self._check_training(trainer, self.model)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -107,6 +129,103 @@ class TorchRecStrategy(DDPStrategy):
         )
         return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
 
+    def _check_training(self, trainer: pl.Trainer, model: nn.Module) -> None:
+        """Refuses what trains wrongly, and names what trains differently, when tables are updated in backward."""
+        if undeclared := undeclared_fused_tables(model):
+            rank_zero_warn(
+                f"No optimizer was declared for {', '.join(undeclared)}: fbgemm trains them with SGD at a rate of "
+                f"0.01. Declare one with apply_optimizer_in_backward."
+            )
+        if not has_fused_updates(model):
+            return
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        schedules = [cb for cb in callbacks if hasattr(cb, "going_to_accumulate_grad_batches")]
+        if trainer.accumulate_grad_batches > 1 or any(cb.going_to_accumulate_grad_batches() for cb in schedules):
+            raise UnsupportedError(
+                "accumulate_grad_batches > 1: fused tables are updated in every backward, so tables would take one "
+                "step a batch and dense parameters one step a window. Use a larger batch, or 1."
+            )
+        if getattr(self.precision_plugin, "precision", None) == "16-mixed":
+            raise UnsupportedError(
+                "precision='16-mixed': fused tables are updated in backward with the scaled gradient, infinite ones "
+                "included, since they do not know the loss scale. Use precision='bf16-mixed'."
+            )
+        if trainer.gradient_clip_val:
+            rank_zero_warn(
+                "gradient_clip_val clips dense parameters only: fused tables are updated in backward, before it. "
+                "Tables have their own: gradient_clipping=True and max_gradient in the fused params."
+            )
+
+    # Optimizers.
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.model is not None
+        assert self._rates is not None
+        for optimizer in self.optimizers:
+            if dropped := drop_fused(optimizer):
+                rank_zero_info(
+                    f"{dropped} table parameters were taken out of {type(optimizer).__name__}: they are updated in "
+                    f"backward by their own optimizer."
+                )
+        self._table_optimizers, untrained = claim_tables(self.model, self.optimizers)
+        self._rates.follow(self.model, self._table_optimizers)
+        if untrained:
+            rank_zero_warn(f"Nothing updates {', '.join(untrained)}: no optimizer has it and none was declared for it.")
+
+    @property
+    def fused_optimizer(self) -> Any:
+        """TorchRec's optimizer over this rank's fused tables. A rate set in a param group holds from the next batch."""
+        assert self.model is not None
+        return fused_optimizer(self.model)
+
+    def add_fused_groups(self, optimizer: Optimizer) -> Optimizer:
+        """Lets ``optimizer``'s learning-rate schedulers drive the tables too; returns it. In ``configure_optimizers``::
+
+            optimizer = self.trainer.strategy.add_fused_groups(torch.optim.Adam(self.mlp.parameters(), lr=0.001))
+            return {"optimizer": optimizer, "lr_scheduler": LinearLR(optimizer, ...)}
+
+        Adds one param group named ``fused`` (one per distinct rate, ``fused-<rate>``), with the tables' declared rate
+        and no parameters. LearningRateMonitor shows it, and checkpoints hold it as part of the optimizer.
+        """
+        assert self._rates is not None, "add_fused_groups belongs into configure_optimizers, after sharding"
+        self._rates.attach(optimizer)
+        return optimizer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._rates is not None
+        self._rates.push()
+        if isinstance(self.lightning_module, PipelinedModule):
+            # Its pipeline calls the wrapped model itself, once per batch.
+            with self.precision_plugin.train_step_context():
+                self.lightning_module.training_step(*args, **kwargs)
+            return None
+        return super().training_step(*args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        if isinstance(self.lightning_module, PipelinedModule):
+            self.lightning_module.pause_pipeline()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # Step all before clearing any: the tables of one dense kernel share a gradient tensor.
+        for table_optimizer in self._table_optimizers:
+            table_optimizer.step()
+        for table_optimizer in self._table_optimizers:
+            table_optimizer.zero_grad()
+        return output
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """By canonical parameter names, without tables: their rows are saved as rows."""
+        assert self.lightning_module is not None
+        return dense_optimizer_state(self.lightning_module, getattr(optimizer, "_optimizer", optimizer))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_dense_optimizer_state(self.lightning_module, optimizer, state)
+        optimizers_to_device(self.optimizers, self.root_device)
+
     @property
     def _ddp(self) -> DistributedDataParallel | None:
         return None if self.model is None else sharding.dense_ddp(self.model)
@@ -114,9 +233,12 @@ class TorchRecStrategy(DDPStrategy):
     # Gradient synchronisation of the dense part. Lightning's versions look for DDP at the top, where ours is not.
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        ddp = self._ddp
-        if ddp is not None and self.lightning_module is not None and not self.lightning_module.automatic_optimization:
-            prepare_for_backward(ddp, closure_loss)
+        if self._ddp is not None and self._backward_inside_forward():
+            prepare_for_backward(self._ddp, closure_loss)
+
+    def _backward_inside_forward(self) -> bool:
+        module = self.lightning_module
+        return module is not None and not module.automatic_optimization and not isinstance(module, PipelinedModule)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -141,7 +263,7 @@ class TorchRecStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Leaves tables where they are, and an error that is on its way up visible."""
         first = sys.exc_info()[1]
-        steps = [self._unwrap, self.precision_plugin.teardown, self.checkpoint_io.teardown]
+        steps = [self._close_pipeline, self._unwrap, self.precision_plugin.teardown, self.checkpoint_io.teardown]
         if self.accelerator is not None:
             steps.append(self.accelerator.teardown)
         if self.cluster_environment is not None:
@@ -155,6 +277,10 @@ class TorchRecStrategy(DDPStrategy):
                 failed = failed or error
         if failed is not None and first is None:
             raise failed
+
+    def _close_pipeline(self) -> None:
+        if isinstance(self.lightning_module, PipelinedModule):
+            self.lightning_module.close_pipeline()
 
     def _unwrap(self) -> None:
         self.model = self.lightning_module

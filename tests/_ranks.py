@@ -134,6 +134,8 @@ def _rank_env(rank: int, world: int, port: int, job: str) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Lightning would else set two threads for one rank; OpenMP threads spin against the other ranks'.
+        "OMP_NUM_THREADS": "1",
     }
 
 

@@ -142,7 +142,8 @@ def tables(model: nn.Module) -> list[TableInfo]:
     return sorted(found, key=lambda info: info.fqn)
 
 
-def _configs(module: Any) -> list[Any]:
+def table_configs(module: Any) -> list[Any]:
+    """The EmbeddingBagConfigs or EmbeddingConfigs of a collection, sharded or plain."""
     if isinstance(module, EmbeddingBagCollection):
         return module.embedding_bag_configs()
     if isinstance(module, EmbeddingCollection):
@@ -152,7 +153,7 @@ def _configs(module: Any) -> list[Any]:
 
 def _plain_tables(module_name: str, module: Any) -> Iterator[TableInfo]:
     container = table_container(module)
-    for config in _configs(module):
+    for config in table_configs(module):
         parameter = getattr(module, container)[config.name].weight
         yield TableInfo(
             fqn=".".join(filter(None, (module_name, container, config.name))),
@@ -192,7 +193,7 @@ def _sharded_tables(module_name: str, module: Any) -> Iterator[TableInfo]:
         for group in groups
         for table in group.embedding_tables
     }
-    for config in _configs(module):
+    for config in table_configs(module):
         plan = module.module_sharding_plan[config.name]
         table = shards[config.name]
         spec = plan.sharding_spec

@@ -95,14 +95,20 @@ def _state_dtype(dtypes: Mapping[str, Any], index: int) -> torch.dtype:
     return dtypes[name].as_dtype() if name in dtypes else torch.float32
 
 
+def claim(info: TableInfo, optimizer: Optimizer) -> None:
+    """Remembers on the table's parameter which ordinary optimizer updates it."""
+    info.parameter._cpr_optimizer = optimizer  # type: ignore[attr-defined]
+
+
 def held_by(info: TableInfo, optimizers: Iterable[Optimizer]) -> Held | None:
-    """The ordinary optimizer among ``optimizers`` that has this table's parameter, if any.
+    """The ordinary optimizer that has this table's parameter, if any: one of ``optimizers``, or its claimant.
 
     For a plain table also the one that ``apply_optimizer_in_backward`` attached to the parameter.
     """
     parameter = info.parameter
     attached = [] if info.kernel is not None else getattr(parameter, "_in_backward_optimizers", [])
-    for optimizer in (*optimizers, *attached):
+    claimed = [parameter._cpr_optimizer] if hasattr(parameter, "_cpr_optimizer") else []
+    for optimizer in (*optimizers, *claimed, *attached):
         for group in optimizer.param_groups:
             if any(p is parameter for p in group["params"]):
                 return Held(optimizer, group, parameter)

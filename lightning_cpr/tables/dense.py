@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torchrec.distributed import DistributedModelParallel
 
 from lightning_cpr.errors import IncompatiblePlanError
-from lightning_cpr.tables._modules import PLAIN, SHARDED, unwrap
+from lightning_cpr.tables._modules import PLAIN, SHARDED, unwrap, walk
 
 _STOPS = (*SHARDED, *PLAIN, DistributedModelParallel, DistributedDataParallel)
 
@@ -79,3 +80,63 @@ def load_dense_state(model: nn.Module, state: Mapping[str, Any], strict: bool = 
         else:
             module._load_from_state_dict(own, "", {}, False, [], [], [])
     return missing, unexpected
+
+
+def _parameter_names(model: nn.Module) -> dict[int, str]:
+    """Canonical name of each dense parameter, by id."""
+    return {
+        id(parameter): f"{name}.{own}" if name else own
+        for name, module in walk(model)
+        if not isinstance(module, SHARDED + PLAIN)
+        for own, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+
+def dense_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict of an ordinary optimizer with canonical parameter names for indices, without tables.
+
+    Rows of tables that it updates are listed with their table (`local_shards`), their step counter by `fused_scalars`.
+    """
+    names = _parameter_names(model)
+    state = optimizer.state_dict()
+    by_index: dict[int, str] = {}
+    groups = []
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        pairs = [(i, names.get(id(p))) for i, p in zip(saved["params"], group["params"], strict=True)]
+        by_index |= {index: name for index, name in pairs if name is not None}
+        groups.append({**saved, "params": [name for _, name in pairs if name is not None]})
+    named = {by_index[index]: value for index, value in state["state"].items() if index in by_index}
+    return {**state, "state": named, "param_groups": groups}
+
+
+def load_dense_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads what `dense_optimizer_state` gave; states of tables that the optimizer updates are left alone.
+
+    Raises:
+        IncompatiblePlanError: a group has other parameters here than when saved (names them). Nothing was loaded.
+    """
+    names = _parameter_names(model)
+    if len(optimizer.param_groups) != len(state["param_groups"]):
+        raise IncompatiblePlanError(
+            f"{type(optimizer).__name__} has {len(optimizer.param_groups)} param groups, {len(state['param_groups'])} "
+            f"were saved."
+        )
+    index = 0
+    indices: dict[str, int] = {}
+    groups = []
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        here = {names[id(p)] for p in group["params"] if id(p) in names}
+        if here != set(saved["params"]):
+            raise IncompatiblePlanError(
+                f"{type(optimizer).__name__} was saved with other parameters: only saved "
+                f"{sorted(set(saved['params']) - here)}, only here {sorted(here - set(saved['params']))}."
+            )
+        params = list(range(index, index + len(group["params"])))
+        indices |= {names[id(p)]: i for i, p in zip(params, group["params"], strict=True) if id(p) in names}
+        groups.append({**saved, "params": params})
+        index += len(params)
+    kept = {p: s for p, s in optimizer.state.items() if id(p) not in names}
+    loaded = {indices[name]: value for name, value in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": loaded, "param_groups": groups})
+    optimizer.state.update(kept)

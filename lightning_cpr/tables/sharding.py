@@ -39,9 +39,10 @@ from lightning_cpr.tables._modules import (  # noqa: E402
     PLAIN,
     SHARDED,
     collections,
+    declared_optimizer,
     sharded_collections,
+    table_configs,
     table_container,
-    unwrap,
     walk,
 )
 
@@ -128,7 +129,7 @@ def build_plan(
     never offers row-wise on a CPU; it is a collective then.
 
     Raises:
-        ConfigError: an unknown table or sharding, a table without one, a shard without rows or beyond the world.
+        ConfigError: an unknown table or sharding, a table without one, a kernel that ends rowless, an unknown rank.
         UnsupportedError: a kernel that lightning_cpr cannot read.
     """
     sharders = list(sharders) if sharders is not None else default_sharders()
@@ -256,11 +257,34 @@ def _check_module_plan(name: str, module: Any, plan: ShardingPlan, world: World)
                 raise ConfigError(
                     f"table {fqn}: the plan puts a shard on rank {rank}, the world has {world.size} ranks."
                 )
-            if shard.shard_sizes[0] == 0 and parameter.compute_kernel == EmbeddingComputeKernel.FUSED.value:
-                raise ConfigError(
-                    f"table {fqn}: row-wise over {world.size} ranks leaves rank {rank} without a row, which fbgemm's "
-                    f"fused kernels do not take. Shard it table_wise or column_wise."
-                )
+    _check_rowless_kernels(name, module, module_plan, world)
+
+
+def _check_rowless_kernels(name: str, module: Any, module_plan: Any, world: World) -> None:
+    """Refuses a plan in which the last table of a fused kernel has no row on some rank.
+
+    fbgemm's CPU backward then reads past the end of an array: it dies with "more than 2B rows", or does not. A shard
+    without rows is fine before one that has some. TorchRec puts tables of one sharding type, dtype, pooling and
+    optimizer into one kernel, in the order of their configs.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+    for config in table_configs(module):
+        parameter = module_plan[config.name]
+        if parameter.sharding_spec is None or parameter.compute_kernel != EmbeddingComputeKernel.FUSED.value:
+            continue
+        weight = getattr(module, table_container(module))[config.name].weight
+        declared = sorted((key, str(value)) for key, value in declared_optimizer(weight).items())
+        kind = (parameter.sharding_type, config.data_type, getattr(config, "pooling", None), tuple(declared))
+        for shard in parameter.sharding_spec.shards:
+            groups.setdefault((*kind, shard.placement.rank()), []).append((config.name, shard.shard_sizes[0]))
+    for (sharding_type, *_, rank), shards in groups.items():
+        table, rows = shards[-1]
+        if rows == 0:
+            fqn = ".".join(filter(None, (name, table_container(module), table)))
+            raise ConfigError(
+                f"table {fqn}: {sharding_type} over {world.size} ranks leaves rank {rank} without a row of it, which "
+                f"fbgemm's fused kernels do not take here. Shard it table_wise or column_wise."
+            )
 
 
 class _DenseWrapper(DataParallelWrapper):
@@ -358,6 +382,5 @@ __all__ = [
     "dense_ddp",
     "refuse_unsupported",
     "shard",
-    "unwrap",
     "wrap_dense",
 ]

@@ -4,7 +4,7 @@ Works on a sharded model (the LightningModule, or its DistributedModelParallel w
 read into an unsharded model, on plain collections, where each table is one replicated shard.
 
 Where states live: fused kernels hold them; tables in dense kernels and data-parallel tables have theirs in an ordinary
-optimizer, so pass all of those as ``optimizers``. A table whose optimizer was not passed has no states here.
+optimizer. Inside a Trainer the strategy has told which; elsewhere pass those optimizers, or such tables have no states.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ def _table_spec(info: TableInfo, optimizers: Sequence[Optimizer]) -> TableSpec:
         name, states, row_sparse = _optim.fused_optimizer(info)
     elif (held := _optim.held_by(info, optimizers)) is not None:
         name, states = _optim.optimizer_name(held.optimizer), _optim.dense_states(held)[0]
+    elif info.kernel is not None and "optimizer" in info.fused_params:
+        # A rank that holds no row of it has no optimizer for it either, but must give the same answer.
+        name, states, _ = _optim.fused_optimizer(info)
     return TableSpec(info.fqn, info.rows, info.cols, info.dtype, name, states, row_sparse)
 
 
