@@ -30,6 +30,7 @@ from lightning_cpr._lightning import (
     rank_zero_warn,
 )
 from lightning_cpr.errors import UnsupportedError
+from lightning_cpr.live import LiveRecovery, under_guardian
 from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.tables import sharding
 from lightning_cpr.tables.dense import (
@@ -85,6 +86,7 @@ class TorchRecStrategy(DDPStrategy):
         self._forward_redirection = _DenseRedirection()
         self._rates: FusedRates | None = None
         self._table_optimizers: list[Optimizer] = []
+        self.live = LiveRecovery(self) if under_guardian() else None
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -93,6 +95,9 @@ class TorchRecStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         # torchrec reads the ranks of a node from here; torchrun sets it, Lightning's launcher does not.
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
+        if self.live is not None:
+            assert self._timeout is not None
+            self.live.setup_group(self._get_process_group_backend(), self._timeout.total_seconds())
         super().setup_distributed()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -113,6 +118,8 @@ class TorchRecStrategy(DDPStrategy):
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
+        if self.live is not None:
+            self.live.setup(trainer)
 
     def model_to_device(self) -> None:
         """Nothing: tables may be on meta; sharding puts every tensor where it belongs."""
@@ -207,6 +214,12 @@ class TorchRecStrategy(DDPStrategy):
             self.lightning_module.pause_pipeline()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None = None, **kwargs: Any) -> Any:
+        def run() -> Any:
+            return self._optimizer_step(optimizer, closure, model, **kwargs)
+
+        return run() if self.live is None else self.live.step(run, closure)
+
+    def _optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # Step all before clearing any: the tables of one dense kernel share a gradient tensor.
         for table_optimizer in self._table_optimizers:
@@ -244,6 +257,32 @@ class TorchRecStrategy(DDPStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         with nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
+
+    # Collectives. A replacement that has not joined the others yet answers for itself: see `LiveRecovery`.
+
+    @property
+    def _apart(self) -> bool:
+        return self.live is not None and self.live.apart
+
+    def on_train_start(self) -> None:
+        if self.live is not None:
+            self.live.on_train_start()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self._apart:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._apart else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if self._apart else super().reduce(tensor, *args, **kwargs)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._apart else super().reduce_boolean_decision(decision, all)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return tensor.unsqueeze(0) if self._apart else super().all_gather(tensor, group, sync_grads)
 
     # Checkpoints.
 

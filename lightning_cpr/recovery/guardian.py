@@ -1,7 +1,7 @@
 """The guardian: one per rank, started by torchrun in place of the script; it runs the trainer and replaces it.
 
     torchrun -> guardian (this file: standard library only, one thread)
-                  |- trainer  (lightning_cpr.recovery.child, runs the user's script)
+                  |- trainer  (child.py, runs the user's script)
                   `- spare    (the same, has imported everything, waits on a pipe)
 
 A trainer that a signal ended is replaced: the spare gets the rank, or a new process does. torchrun sees no failure. A
@@ -30,13 +30,13 @@ from typing import Literal
 
 log = logging.getLogger("lightning_cpr.guardian")
 
-CONTROL_FD_ENV = "LIGHTNING_CPR_CONTROL_FD"
 HEARTBEAT_FD_ENV = "LIGHTNING_CPR_HEARTBEAT_FD"
 JOB_DIR_ENV = "LIGHTNING_CPR_JOB_DIR"
 EXIT_STEP_DOWN = 75
 """A trainer's exit code for: live recovery failed, take the next step down (EX_TEMPFAIL)."""
 GRACE_S = 25.0
 _POLL_S = 0.25
+_CHILD = str(Path(__file__).resolve().with_name("child.py"))
 _NOTE = "user-error.json"
 _REPLACEABLE = {
     signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS
@@ -97,10 +97,9 @@ class Child:
         self._beat_fd = os.memfd_create("cpr-heartbeat")
         os.ftruncate(self._beat_fd, mmap.PAGESIZE)
         self._beat = mmap.mmap(self._beat_fd, mmap.PAGESIZE)
-        env = os.environ | {CONTROL_FD_ENV: str(control), HEARTBEAT_FD_ENV: str(self._beat_fd)}
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "lightning_cpr.recovery.child", *preload],
-            env=env,
+            [sys.executable, "-u", _CHILD, f"--control={control}", *preload],
+            env=os.environ | {HEARTBEAT_FD_ENV: str(self._beat_fd)},
             pass_fds=(control, self._beat_fd),
             process_group=0,  # signals of torchrun reach it through the guardian only
             preexec_fn=_die_with_parent,  # safe: this process has one thread
@@ -245,16 +244,6 @@ def _die_with_parent() -> None:
 _LIBC = ctypes.CDLL(None)
 
 
-def show_log() -> None:
-    """Print this package's log to stderr, whatever the user's script does with the root logger."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("[lightning-cpr] %(message)s"))
-    logger = logging.getLogger("lightning_cpr")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-
-
 def note_user_error(job_dir: str | None, rank: int, error: str, code: int, report: str = "") -> None:
     """Leave a note that the user's code failed, for `user_error_before`. The first note stands.
 
@@ -292,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
-    show_log()
+    logging.basicConfig(level=logging.INFO, format="[lightning-cpr] %(message)s")
     if (code := user_error_before(os.environ.get(JOB_DIR_ENV))) is not None:
         return code
     preload = [module for module in options.preload.split(",") if module]

@@ -154,9 +154,9 @@ class Membership:
         with self._changed:
             up, self._group_up = self._group_up, False
             self._changed.notify_all()
-        if up and self.backend == "gloo":
-            shut_down(self._listeners, ())
-        if dist.is_initialized():
+        if up:
+            if self.backend == "gloo":
+                shut_down(self._listeners, ())
             dist.destroy_process_group()
 
     def confirm(self, error: BaseException) -> None:

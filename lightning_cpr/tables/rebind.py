@@ -125,7 +125,7 @@ class _Walk:
 def _is_walked(value: Any) -> bool:
     if isinstance(value, nn.Module | list | dict | tuple | set | functools.partial):
         return True
-    if isinstance(value, type) or callable(value) and not hasattr(value, "__dict__"):
+    if isinstance(value, type) or (callable(value) and not hasattr(value, "__dict__")):
         return False
     return type(value).__module__.startswith(_WALKED) or dataclasses.is_dataclass(value)
 
