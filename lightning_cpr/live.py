@@ -204,6 +204,11 @@ class LiveRecovery:
     def _recovered(self, recovery: Recovery) -> None:
         for hook in self._hooks:
             hook.on_recovered(recovery, self._lost(recovery))
+        behind = recovery.decision.behind
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        if behind and recovery.rank not in behind and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
+            # Lightning broadcasts at the start of each batch. Ranks that are behind come to the start of this one yet.
+            epoch_loop._broadcast_sigterm_tensor()
 
     def _position(self) -> str:
         state = self._trainer.fit_loop.state_dict()

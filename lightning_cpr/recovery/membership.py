@@ -155,8 +155,7 @@ class Membership:
             up, self._group_up = self._group_up, False
             self._changed.notify_all()
         if up:
-            if self.backend == "gloo":
-                shut_down(self._listeners, ())
+            self._release(self._store, self.epoch)
             dist.destroy_process_group()
 
     def confirm(self, error: BaseException) -> None:
@@ -250,7 +249,7 @@ class Membership:
                 self._changed.wait(seconds)
 
     def _release(self, store: dist.Store, number: int) -> None:
-        """Wake this rank's main thread if it is blocked in a collective of epoch ``number``."""
+        """End the group of epoch ``number`` under whoever waits in it, on this rank and on its peers."""
         if self.backend != "gloo":
             dist.distributed_c10d._abort_process_group()
             return

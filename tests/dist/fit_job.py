@@ -3,11 +3,13 @@
     lightning-cpr run --nproc-per-node 2 fit_job.py --out DIR --kill rank:step:point
 
 Points: forward, backward, optimizer, batch_end. Steps count from 1. A rank's first process fires a kill only.
+``--lose rank:step`` makes a rank believe before its dense step that a peer is gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import os
@@ -62,12 +64,13 @@ def digest(tensors: dict[str, Any]) -> str:
 class Probe(pl.Callback):
     """Kills as told, records what happens, and restores lost rows with a constant."""
 
-    def __init__(self, out: Path, kills: Sequence[str], raise_at: str) -> None:
+    def __init__(self, out: Path, kills: Sequence[str], raise_at: str, lose: str) -> None:
         self.rank = int(os.environ["RANK"])
         self.file = (out / f"{self.rank}-{os.getpid()}.jsonl").open("a", buffering=1)
         fresh = REPLACES_ENV in os.environ
         self.kills = set() if fresh else {tuple(k.split(":")) for k in kills}
         self.raise_at = raise_at
+        self.lose = lose
         self.trainer: Any = None
         self.record("start", fresh=fresh)
 
@@ -104,6 +107,9 @@ class Probe(pl.Callback):
         self.strike(trainer, "backward")
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.lose == f"{self.rank}:{trainer.fit_loop.total_batch_idx + 1}":
+            self.lose = ""
+            raise RuntimeError("Connection closed by peer, says the test")
         self.strike(trainer, "optimizer")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -145,13 +151,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--raise-at", default="")
+    parser.add_argument("--lose", default="")
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     strategy = TorchRecStrategy(plan={"a": "row_wise", "b": "table_wise", "c": "data_parallel"})
-    probe = Probe(options.out, options.kill, options.raise_at)
+    probe = Probe(options.out, options.kill, options.raise_at, options.lose)
     trainer = make_trainer(
         world, strategy, callbacks=[probe], max_epochs=options.epochs, val_check_interval=0.5, limit_val_batches=2,
         num_sanity_val_steps=1,
