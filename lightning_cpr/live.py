@@ -274,15 +274,13 @@ class LiveRecovery:
 
 
 def _skip_batches(fit_loop: Any, batches: int) -> None:
-    """Bring a fresh loader to batch ``batches`` of the epoch, by ``seek`` where all loaders have it, else by reading."""
+    """Bring a fresh loader to batch ``batches`` of the epoch, by ``seek`` where all loaders have it, or by reading."""
     fetcher, loaders = fit_loop._data_fetcher, fit_loop._combined_loader.flattened
     for loader in loaders:
-        for sampler in (
-            getattr(loader, "sampler", None),
-            getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-        ):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(fit_loop.epoch_progress.current.processed)
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+            if (set_epoch := getattr(sampler, "set_epoch", None)) is not None:
+                set_epoch(fit_loop.epoch_progress.current.processed)
     if all(hasattr(loader, "seek") for loader in loaders):
         for loader in loaders:
             loader.seek(batches)
@@ -295,7 +293,7 @@ def _skip_batches(fit_loop: Any, batches: int) -> None:
 
 
 class _BatchStart:
-    """What a training step changes before any optimizer has stepped, so that a step can be run again: RNG and metrics."""
+    """What a training step changes before an optimizer steps: RNG and metrics. Put back before it is run again."""
 
     def __init__(self, trainer: Any) -> None:
         self._results = trainer.fit_loop.epoch_loop._results

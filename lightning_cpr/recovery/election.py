@@ -39,8 +39,9 @@ class Holding:
 class Decision:
     """How the ranks of one epoch go on.
 
-    ``step``: dense steps finished once all stand together. ``donor``: the rank whose dense state is the truth. ``lost``:
-    ranks that hold nothing. ``behind``: survivors that take the donor's dense state and skip their copy of the batch.
+    ``step``: dense steps finished once all stand together. ``donor``: the rank whose dense state is the truth.
+    ``lost``: ranks that hold nothing. ``behind``: survivors that take the donor's dense state and skip their copy of
+    the batch.
     """
 
     step: int

@@ -70,7 +70,7 @@ class Verdict:
 
 
 def judge(returncode: int, replaced_at: Sequence[float], now: float, budget: Budget) -> Verdict:
-    """Decide about a trainer that ended with ``returncode`` (negative: the signal), replaced at ``replaced_at`` before."""
+    """Decide about a trainer that ended (negative ``returncode``: the signal) and was replaced at these times before."""
     if returncode == 0:
         return Verdict("end", 0, "finished")
     if returncode == EXIT_STEP_DOWN:

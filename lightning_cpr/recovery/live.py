@@ -1,8 +1,8 @@
 """Recovers a running job in place: survivors and replacements meet in a new epoch and leave it standing together.
 
-Call order on every rank: `recover` meets and forms the new group (`Membership`), then calls the `LiveState` it was given: `rebind`, then
-`capture` on the donor only, `adopt` on the ranks that are lost or behind, `restore` on all. A peer that dies meanwhile
-starts it over. Ranks leave through a barrier, so nobody trains before everybody stands.
+Call order on every rank: `recover` meets the others and forms the new group (`Membership`), then calls the `LiveState`
+it was given: `rebind`, then `capture` on the donor only, `adopt` on the ranks that are lost or behind, `restore` on
+all. A peer that dies meanwhile starts it over. Ranks leave through a barrier: nobody trains before everybody stands.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LiveState(Protocol):
 
 @dataclass(frozen=True)
 class Recovery:
-    """One recovery. ``seconds`` by phase (meet, form, rebind, dense, restore); ``error`` is what this rank saw break."""
+    """One recovery. ``seconds`` by phase (meet, form, rebind, dense, restore). ``error``: what this rank saw break."""
 
     epoch: int
     rank: int

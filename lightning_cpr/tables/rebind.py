@@ -5,7 +5,7 @@ optimizers, ShardedTensors), some of which ``modules()`` does not reach: so the 
 keeps the group in C++ and may be in the middle of a reduction: it is made anew, with the DDP object kept. DDP's
 constructor is not run, for it would overwrite the parameters with rank 0's.
 
-The group left behind may be the stand-in of `stand_in_group`, with which a replacement builds its model before it joins.
+The group left behind may be the stand-in of `stand_in_group`, with which a replacement builds its model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cpr.errors import UnsupportedError
+from lightning_cpr.errors import RecoveryError
 
 STAND_IN = "cpr_stand_in"
 _WALKED = ("torchrec.", "fbgemm_gpu.", "torch.distributed.")
@@ -36,7 +37,8 @@ def stand_in_group(rank: int, world_size: int) -> None:
     from torch._C._distributed_c10d import FakeProcessGroup
 
     def create(common: Any, options: Any) -> Any:
-        return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)
+        make: Any = FakeProcessGroup._create_internal  # its stub knows two arguments only
+        return make(common.group_rank, common.group_size, options)
 
     # Not under torch's own name "fake": TorchRec leaves half of a module out where it sees that.
     if not hasattr(dist.Backend, STAND_IN.upper()):
@@ -51,7 +53,7 @@ def rebind(model: nn.Module, group: dist.ProcessGroup) -> int:
     Gradients are dropped: those of DDP are views of the old reducer's buckets.
 
     Raises:
-        UnsupportedError: the model uses a group of some of the ranks only (e.g. table-row-wise or 2D sharding).
+        RecoveryError: the model uses a group of some of the ranks only (e.g. table-row-wise or 2D sharding).
     """
     import torchrec.distributed.comm as comm
 
@@ -95,9 +97,9 @@ class _Walk:
     def _swap(self, value: Any) -> Any:
         if isinstance(value, dist.ProcessGroup) and value is not self.group:
             if value.size() != self.group.size():
-                raise UnsupportedError(
-                    f"the model uses a process group of {value.size()} of {self.group.size()} ranks; live recovery knows"
-                    " shardings over all ranks only (not table-row-wise, grid or 2D). The job restarts in full."
+                raise RecoveryError(
+                    f"the model uses a process group of {value.size()} of {self.group.size()} ranks; live recovery"
+                    " knows shardings over all ranks only (not table-row-wise, grid or 2D). The job restarts in full."
                 )
             return self.group
         if isinstance(value, DeviceMesh):
@@ -109,7 +111,7 @@ class _Walk:
 
     def _mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         if mesh.ndim != 1 or mesh.size() != self.group.size():
-            raise UnsupportedError(
+            raise RecoveryError(
                 f"the model uses a device mesh of shape {tuple(mesh.shape)}; live recovery knows 1D only"
             )
         if any(mesh is new for new in self._meshes.values()):
@@ -125,8 +127,6 @@ class _Walk:
 def _is_walked(value: Any) -> bool:
     if isinstance(value, nn.Module | list | dict | tuple | set | functools.partial):
         return True
-    if isinstance(value, type) or (callable(value) and not hasattr(value, "__dict__")):
-        return False
     return type(value).__module__.startswith(_WALKED) or dataclasses.is_dataclass(value)
 
 
@@ -144,18 +144,16 @@ def _children(item: Any) -> Iterable[tuple[Any, Callable[[Any], None]]]:
     else:
         for name, value in list(getattr(item, "__dict__", {}).items()):
             yield value, functools.partial(item.__dict__.__setitem__, name)
-    if method_of := getattr(item, "__self__", None):
-        yield method_of, _fixed
 
 
 def _fixed(value: Any) -> None:
-    raise UnsupportedError(f"a {type(value).__name__} lies where it cannot be replaced; the job restarts in full")
+    raise RecoveryError(f"a {type(value).__name__} lies where it cannot be replaced; the job restarts in full")
 
 
 def _new_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
     """What `DistributedDataParallel.__setstate__` does for a copied module."""
     if ddp.__dict__.get("_comm_hooks"):
-        raise UnsupportedError(
+        raise RecoveryError(
             "a DDP communication hook is registered, and it keeps the old group; the job restarts in full"
         )
     ddp.process_group = group
@@ -167,7 +165,7 @@ def _new_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None
     ddp._has_rebuilt_buckets = False
     ddp._lazy_init_ran = False
     ddp._static_graph_delay_allreduce_enqueued = False
-    if ddp.static_graph:
+    if ddp.static_graph and ddp.logger is not None:
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()
 
@@ -178,10 +176,8 @@ def drop_traces(error: BaseException) -> None:
     while seen is not None:
         traceback, seen.__traceback__ = seen.__traceback__, None
         while traceback is not None:
-            try:
+            with suppress(RuntimeError):  # the frame still runs
                 traceback.tb_frame.clear()
-            except RuntimeError:  # the frame still runs
-                pass
             traceback = traceback.tb_next
         seen = seen.__context__
     if torch.cuda.is_available():

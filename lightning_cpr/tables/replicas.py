@@ -1,4 +1,4 @@
-"""The rows of data-parallel tables, which every rank holds: a replacement takes them from a survivor, not from storage."""
+"""The rows of data-parallel tables, which every rank holds: a replacement takes them from a survivor."""
 
 from __future__ import annotations
 

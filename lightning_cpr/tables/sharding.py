@@ -45,7 +45,7 @@ from lightning_cpr.tables._modules import (  # noqa: E402
     table_container,
     walk,
 )
-from lightning_cpr.tables.rebind import STAND_IN
+from lightning_cpr.tables.rebind import STAND_IN  # noqa: E402
 
 Generator: TypeAlias = Callable[..., ParameterSharding]
 PlanLike: TypeAlias = "ShardingPlan | Mapping[str, str | Generator] | str | None"

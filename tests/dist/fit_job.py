@@ -114,8 +114,8 @@ class Probe(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.record(
-            "step", step=trainer.global_step, batch=batch_idx, skipped=not outputs, total=trainer.fit_loop.total_batch_idx,
-            stepped=trainer.fit_loop.epoch_loop._batches_that_stepped, epoch=trainer.current_epoch,
+            "step", step=trainer.global_step, batch=batch_idx, skipped=not outputs,
+            total=trainer.fit_loop.total_batch_idx, stepped=trainer.fit_loop.epoch_loop._batches_that_stepped, epoch=trainer.current_epoch,
         )  # fmt: skip
         self.strike(trainer, "batch_end")
 

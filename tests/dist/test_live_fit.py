@@ -1,4 +1,4 @@
-"""Live recovery inside an unmodified ``trainer.fit``: loops, schedules, metrics and data stand where they would have."""
+"""Live recovery inside an unmodified ``trainer.fit``: loops, schedules and data stand where they would have."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_two_ranks_die_in_turn_and_the_run_is_as_if_nothing_happened(tmp_path: P
     assert (first["lost"], first["step"], first["donor"]) == ([1], 17, 0)
     assert (second["lost"], second["step"], second["donor"]) == ([0], 32, 1)
     for rank, told in ((0, first), (1, job.events(1, "restored")[1])):
-        start = [e for e in job.events(rank, "before") if e["step"] == told["step"] + 1][0]
+        start = next(e for e in job.events(rank, "before") if e["step"] == told["step"] + 1)
         assert start["dense"] == told["dense"]
         assert start["rows"] == told["rows"] or told is first  # rank 1's own backward of 33 may have applied
     assert {e["dense"] for rank in (0, 1) for e in job.events(rank, "restored") if e["epoch"] == 1} == {first["dense"]}
