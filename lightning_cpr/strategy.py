@@ -39,6 +39,7 @@ from lightning_cpr.tables.dense import (
     load_dense_optimizer_state,
     load_dense_state,
 )
+from lightning_cpr.tables.rebind import tables_uninitialised
 from lightning_cpr.tables.sharding import PlanLike, World
 from lightning_cpr.tables.table_optim import (
     FusedRates,
@@ -134,7 +135,8 @@ class TorchRecStrategy(DDPStrategy):
             sharders=self._sharders,
             topology=self._topology,
         )
-        return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
+        with tables_uninitialised() if self._apart else nullcontext():
+            return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
 
     def _check_training(self, trainer: pl.Trainer, model: nn.Module) -> None:
         """Refuses what trains wrongly, and names what trains differently, when tables are updated in backward."""

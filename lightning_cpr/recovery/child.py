@@ -117,6 +117,8 @@ def main() -> None:
     sys.path[0] = str(Path(options.script).resolve().parent) if options.script else os.getcwd()
     if options.modules or options.script:
         warm_up([*_imports(options.script), *options.modules, *BASE_MODULES])
+        if (beat := heartbeat()) is not None:
+            beat()
     with os.fdopen(options.control) as control:
         line = control.readline()
     if not line:

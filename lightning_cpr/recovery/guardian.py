@@ -107,7 +107,8 @@ class Child:
         os.close(control)
 
     def assign(self, **order: object) -> None:
-        """Tell it what to run. A child that died meanwhile is noticed as one that ended."""
+        """Tell it what to run; from now on its heartbeat counts. One that died meanwhile is noticed as one that ended."""
+        struct.pack_into("d", self._beat, 0, 0.0)
         try:
             os.write(self._control, json.dumps(order).encode() + b"\n")
         except BrokenPipeError:
@@ -169,6 +170,7 @@ class Guardian:
         self._replaced_at: list[float] = []
         self._trainer = Child()
         self._spare: Child | None = None
+        self._spare_is_warm = False
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -206,7 +208,10 @@ class Guardian:
             if silent is None:
                 continue
             if self._spare is None and self._spares > 0:  # not before: its imports would slow the trainer's start
-                self._spare = Child(self._preload)
+                self._spare, self._spare_is_warm = Child(self._preload), False
+            elif self._spare is not None and not self._spare_is_warm and self._spare.silent_for(0.0) is not None:
+                self._spare_is_warm = True
+                log.info("rank %d: spare %d is warm", self._rank, self._spare.process.pid)
             if 0 < self._hang_timeout < silent:
                 log.error("rank %d: trainer %d is silent for %.0f s: ending it", self._rank, process.pid, silent)
                 process.kill()

@@ -12,17 +12,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
+from lightning_cpr.tables import _deps
 
-from lightning_cpr.errors import RecoveryError
+_deps.check()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torchrec.distributed.collective_utils as collective_utils  # noqa: E402
+import torchrec.distributed.comm as comm  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag  # noqa: E402
+from torchrec.distributed.embedding import ShardedEmbeddingCollection  # noqa: E402
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection  # noqa: E402
+
+from lightning_cpr.errors import RecoveryError  # noqa: E402
 
 STAND_IN = "cpr_stand_in"
 _WALKED = ("torchrec.", "fbgemm_gpu.", "torch.distributed.")
@@ -33,7 +42,6 @@ def stand_in_group(rank: int, world_size: int) -> None:
 
     A replacement builds its model with it, so that it runs no collective that the survivors do not run.
     """
-    import torchrec.distributed.collective_utils as collective_utils
     from torch._C._distributed_c10d import FakeProcessGroup
 
     def create(common: Any, options: Any) -> Any:
@@ -47,6 +55,25 @@ def stand_in_group(rank: int, world_size: int) -> None:
     dist.init_process_group(STAND_IN, store=dist.HashStore(), rank=rank, world_size=world_size)
 
 
+@contextmanager
+def tables_uninitialised() -> Iterator[None]:
+    """Inside, sharding a model leaves its tables as allocated: TorchRec draws their random values twice."""
+    owners: list[tuple[type, str]] = [
+        (BaseBatchedEmbeddingBag, "init_parameters"),
+        (BaseBatchedEmbedding, "init_parameters"),
+        (ShardedEmbeddingBagCollection, "reset_parameters"),
+        (ShardedEmbeddingCollection, "reset_parameters"),
+    ]
+    kept = [getattr(owner, name) for owner, name in owners]
+    for owner, name in owners:
+        setattr(owner, name, lambda self: None)
+    try:
+        yield
+    finally:
+        for (owner, name), method in zip(owners, kept, strict=True):
+            setattr(owner, name, method)
+
+
 def rebind(model: nn.Module, group: dist.ProcessGroup) -> int:
     """Put ``group`` in the place of every other process group that ``model`` holds. Returns how many places there were.
 
@@ -55,8 +82,6 @@ def rebind(model: nn.Module, group: dist.ProcessGroup) -> int:
     Raises:
         RecoveryError: the model uses a group of some of the ranks only (e.g. table-row-wise or 2D sharding).
     """
-    import torchrec.distributed.comm as comm
-
     walk = _Walk(group)
     walk.visit(model)
     for parameter in model.parameters():

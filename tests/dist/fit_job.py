@@ -2,7 +2,7 @@
 
     lightning-cpr run --nproc-per-node 2 fit_job.py --out DIR --kill rank:step:point
 
-Points: forward, backward, optimizer, batch_end. Steps count from 1. A rank's first process fires a kill only.
+Points: forward, backward, optimizer, batch_end. Steps count from 1. A rank's very first process fires a kill only.
 ``--lose rank:step`` makes a rank believe before its dense step that a peer is gone.
 """
 
@@ -68,7 +68,7 @@ class Probe(pl.Callback):
         self.rank = int(os.environ["RANK"])
         self.file = (out / f"{self.rank}-{os.getpid()}.jsonl").open("a", buffering=1)
         fresh = REPLACES_ENV in os.environ
-        self.kills = set() if fresh else {tuple(k.split(":")) for k in kills}
+        self.kills = set() if fresh or os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" else {tuple(k.split(":")) for k in kills}
         self.raise_at = raise_at
         self.lose = lose
         self.trainer: Any = None

@@ -168,7 +168,7 @@ def main() -> None:
     def strike(step: int, point: str) -> None:
         if (str(rank), str(step), point) in killed:
             record("kill", step=step, point=point)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP if point == "stop" else signal.SIGKILL)
 
     record("start", fresh=fresh, attempt=os.environ["TORCHELASTIC_RESTART_COUNT"])
     membership = Membership.from_env(
@@ -192,6 +192,7 @@ def main() -> None:
         step = state.step + 1
         try:
             strike(step, "forward")
+            strike(step, "stop")
             if options.raise_at == f"{rank}:{step}":
                 raise ValueError("a bug in the user's code")
             dense.zero_grad()

@@ -66,6 +66,15 @@ def test_four_ranks_two_at_once_and_one_during_recovery(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_stopped_rank_is_ended_by_its_guardian_and_replaced(tmp_path: Path) -> None:
+    job = run(tmp_path, 2, "--kill", "1:10:stop", options=("--spares", "0", "--hang-timeout", "8"))
+    check_recovered(job, 2, {1: 1})
+    check_survivors_kept_rows(job, 2)
+    assert "is silent for" in job.stderr
+    assert still_running(tmp_path) == []
+
+
+@pytest.mark.slow
 def test_a_bug_in_the_users_code_is_no_lost_peer(tmp_path: Path) -> None:
     """The job ends with that error; no process is replaced, and torchrun's restarts do not repeat the training."""
     job = run(tmp_path, 2, "--raise-at", "1:10", options=("--spares", "0", "--max-restarts=2"))
