@@ -195,6 +195,11 @@ class BackgroundSaves:
         self.first_failure = self.first_failure or error
         return error
 
+    def abandon(self, timeout: float) -> None:
+        """Give up the save in flight, whose other ranks may be gone."""
+        self.io.cancel.set()
+        self.close(timeout)
+
     def close(self, timeout: float) -> None:
         """End the save in flight: wait for it, then cancel it. For exceptions and teardown; no collectives."""
         try:

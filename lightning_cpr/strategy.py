@@ -32,6 +32,7 @@ from lightning_cpr._lightning import (
 from lightning_cpr.checkpoint_io import VERSION_KEY, CPRCheckpointIO, Version, restore_tables
 from lightning_cpr.errors import ConfigError, UnsupportedError
 from lightning_cpr.job import Job
+from lightning_cpr.live import LiveRecovery, under_guardian
 from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length
 from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.state import set_rng_state
@@ -42,6 +43,7 @@ from lightning_cpr.tables.dense import (
     load_dense_optimizer_state,
     load_dense_state,
 )
+from lightning_cpr.tables.rebind import tables_uninitialised
 from lightning_cpr.tables.sharding import PlanLike, World
 from lightning_cpr.tables.table_optim import (
     FusedRates,
@@ -108,6 +110,7 @@ class TorchRecStrategy(DDPStrategy):
         self._rng: dict[str, Any] | None = None
         self._rates: FusedRates | None = None
         self._table_optimizers: list[Optimizer] = []
+        self.live = LiveRecovery(self) if under_guardian() else None
 
     @property  # type: ignore[override]
     def checkpoint_io(self) -> CPRCheckpointIO:
@@ -133,6 +136,9 @@ class TorchRecStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         # torchrec reads the ranks of a node from here; torchrun sets it, Lightning's launcher does not.
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
+        if self.live is not None:
+            assert self._timeout is not None
+            self.live.setup_group(self._get_process_group_backend(), self._timeout.total_seconds())
         super().setup_distributed()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -156,6 +162,8 @@ class TorchRecStrategy(DDPStrategy):
         self.job = Job(trainer)
         self.loaded_version, self._rng = None, None
         self.checkpoint_io.attach(self.job)
+        if self.live is not None:
+            self.live.setup(trainer)
 
     def model_to_device(self) -> None:
         """Nothing: tables may be on meta; sharding puts every tensor where it belongs."""
@@ -170,7 +178,8 @@ class TorchRecStrategy(DDPStrategy):
             sharders=self._sharders,
             topology=self._topology,
         )
-        return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
+        with tables_uninitialised() if self._apart else nullcontext():
+            return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
 
     def _check_training(self, trainer: pl.Trainer, model: nn.Module) -> None:
         """Refuses what trains wrongly, and names what trains differently, when tables are updated in backward."""
@@ -250,6 +259,12 @@ class TorchRecStrategy(DDPStrategy):
             self.lightning_module.pause_pipeline()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None = None, **kwargs: Any) -> Any:
+        def run() -> Any:
+            return self._optimizer_step(optimizer, closure, model, **kwargs)
+
+        return run() if self.live is None else self.live.step(run, closure)
+
+    def _optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # Step all before clearing any: the tables of one dense kernel share a gradient tensor.
         for table_optimizer in self._table_optimizers:
@@ -288,6 +303,28 @@ class TorchRecStrategy(DDPStrategy):
         with nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
 
+    # Collectives. A replacement that has not joined the others yet answers for itself: see `LiveRecovery`.
+
+    @property
+    def _apart(self) -> bool:
+        return self.live is not None and self.live.apart
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self._apart:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._apart else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if self._apart else super().reduce(tensor, *args, **kwargs)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._apart else super().reduce_boolean_decision(decision, all)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return tensor.unsqueeze(0) if self._apart else super().all_gather(tensor, group, sync_grads)
+
     # Checkpoints.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -307,15 +344,20 @@ class TorchRecStrategy(DDPStrategy):
         """
         model = self.lightning_module
         assert model is not None
-        version = checkpoint.get(VERSION_KEY)
-        if not isinstance(version, Version):
+        if VERSION_KEY not in checkpoint:
             raise ConfigError("the checkpoint was not loaded by CPRCheckpointIO, so nothing says where its tables are")
+        version: Version | None = checkpoint[VERSION_KEY]
+        if version is None:  # a survivor's dense state, in a live recovery: rows come from elsewhere
+            load_dense_state(model, checkpoint["state_dict"], strict=strict)
+            return
         self.job.together(lambda: restore_tables(version, model, self.optimizers, strict=strict))
         self.job.together(lambda: load_dense_state(model, checkpoint["state_dict"], strict=strict))
         self.loaded_version, self._rng = version, checkpoint.get("rng")
 
     def on_train_start(self) -> None:
         """Random streams are restored as late as can be: making loaders and the sanity check draw from them."""
+        if self.live is not None:
+            self.live.on_train_start()
         if self._rng is None or self.lightning_module is None:
             return
         set_rng_state(self._rng)
