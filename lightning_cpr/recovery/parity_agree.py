@@ -1,10 +1,11 @@
 """After a failure: which exchange do all ranks stand at? Pure.
 
 An exchange goes through four points on each rank, in order: *closed* (its rows are taken from the shards), *received*
-(all differences for the parity held here are in memory), *applied* (XORed into parity) and *acknowledged* (every rank has
-told this one that it applied). Until the last one a rank keeps what it needs to go back: as an owner its differences, as
-a holder those it received. An exchange begins only after the one before was acknowledged here, so ranks are never more
-than one exchange apart, and the newest exchange that all surviving holders received can be reached by all.
+(all differences for the parity held here are in memory), *applied* (XORed into parity) and *acknowledged* (every rank
+has told this one that it applied). Until the last one a rank keeps what it needs to go back: as an owner its
+differences, as a holder those it received. An exchange begins only after the one before was acknowledged here, so ranks
+are never more than one exchange apart, and the newest exchange that all surviving holders received can be reached by
+all of them.
 """
 
 from __future__ import annotations

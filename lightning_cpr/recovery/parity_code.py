@@ -5,9 +5,10 @@ generator g = 2. Addition is XOR, so every function here is linear over XOR and 
 
 - Code: P = XOR of d_c and Q = XOR of g^c * d_c over the members c of a group: the P + Q form of Reed-Solomon (H. P.
   Anvin, "The mathematics of RAID-6"), in a field wide enough for the checksum.
-- Checksum of words w_0..w_n: XOR of g^i * w_i, for n below 65535. One wrong word is always found; damage by chance to
-  several words is missed with probability 2^-16 for each lane that it reaches, 2^-64 for whole words. It commutes with the code, so that parity is checked against the checksums of its members without
-  their bytes; and the checksum of a change is the change of the checksum.
+- Checksum of words w_0..w_n: XOR of g^i * w_i, n below 65535. One wrong word is always found; chance damage to several
+  is missed with probability 2^-16 for each lane that it reaches, 2^-64 for whole words. It commutes with the code, so
+  that parity is checked against the checksums of its members without their bytes; and the checksum of a change is the
+  change of the checksum.
 """
 
 from __future__ import annotations

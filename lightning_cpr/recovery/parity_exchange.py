@@ -102,8 +102,8 @@ def _scrub(holder: ParityHolder, exchange: int, every: int) -> int:
     parts = holder.check_published()
     for part in parts:
         log.error(
-            "parity: rows %d to %d of table %s on rank %d are not what their owner last sent: they were changed without "
-            "being tracked, or memory is corrupt. Their parity is refused",
+            "parity: rows %d to %d of table %s on rank %d are not what their owner last sent: they were changed "
+            "without being tracked, or memory is corrupt. Their parity is refused",
             part.spec.row_start + part.row_lo,
             part.spec.row_start + part.row_hi,
             part.spec.table,
