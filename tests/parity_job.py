@@ -52,6 +52,27 @@ def random_layout(seed: int, world: int) -> tuple[dict[str, TableSpec], list[Sha
     return tables, specs
 
 
+def rich_layout(world: int) -> tuple[dict[str, TableSpec], list[ShardSpec]]:
+    """Every kind of shard at once, and rows on every rank."""
+    tables = {
+        t.fqn: t
+        for t in (
+            table("rows", 50 * world, 6, "rowwise_adagrad"),
+            table("halves", 20 * world, 3, "adagrad", torch.float16),
+            table("columns", 61, 5, "rowwise_adagrad", torch.bfloat16),
+            table("whole", 33, 1, "sgd"),
+            table("copied", 9, 4, "sgd"),
+        )
+    }
+    specs = [ShardSpec("rows", 50 * r, 50, 0, 6, r) for r in range(world)]
+    specs += [ShardSpec("halves", 20 * r + 7, 20, 0, 3, r) for r in range(1, world - 1)]
+    specs += [ShardSpec("halves", 0, 27, 0, 3, 0), ShardSpec("halves", 20 * world - 13, 13, 0, 3, world - 1)]
+    specs += [ShardSpec("halves", 20 * world, 0, 0, 3, 0)]
+    specs += [ShardSpec("columns", 0, 61, 0, 2, 0), ShardSpec("columns", 0, 61, 2, 3, world - 1)]
+    specs += [ShardSpec("whole", 0, 33, 0, 1, 1), ShardSpec("copied", 0, 9, 0, 4, 0, replicated=True)]
+    return tables, specs
+
+
 def make_shards(tables: dict[str, TableSpec], specs: Sequence[ShardSpec], rank: int, seed: int | None) -> list[Shard]:
     """A rank's shards; without a seed they hold NaN, as a replacement's memory might."""
     shards = []
@@ -108,7 +129,7 @@ def train(shards: Sequence[Shard], touched: dict[ShardSpec, Tensor | None], rank
 def bits(shards: Sequence[Shard]) -> list[bytes]:
     """Everything a rank's shards hold, for exact comparison (NaN included)."""
     tensors = [t for s in shards if not s.spec.replicated for t in (s.weight, *(s.states[n] for n in sorted(s.states)))]
-    return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
+    return [torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)).view(torch.uint8).numpy().tobytes() for t in tensors]
 
 
 class Died(RuntimeError):

@@ -51,6 +51,8 @@ def _product_table(exponent: int) -> Tensor:
 
 
 def _lanes(words: Tensor) -> Tensor:
+    # a single element counts as contiguous whatever its stride, and still cannot be viewed
+    words = words if words.stride(-1) == 1 else words.clone(memory_format=torch.contiguous_format)
     return words.contiguous().view(torch.int16).int().bitwise_and_(0xFFFF)
 
 

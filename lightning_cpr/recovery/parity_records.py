@@ -74,5 +74,7 @@ def _bits(tensor: Tensor, offset: int, size: int) -> Tensor:
     """The tensor's own memory as ``[rows, units]`` of the widest unit that its alignment allows."""
     tensor = tensor.detach()
     matrix = tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
+    if matrix.shape[1] == 1:  # the stride of a single column is anything, and view wants it to be 1
+        matrix = matrix.as_strided(matrix.shape, (matrix.stride(0), 1))
     aligned = size % 4 == 0 and matrix.data_ptr() % 4 == 0 and matrix.stride(0) * matrix.itemsize % 4 == 0
     return matrix.view(torch.int32 if aligned and offset % 4 == 0 else torch.uint8)
