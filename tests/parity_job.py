@@ -129,7 +129,9 @@ def train(shards: Sequence[Shard], touched: dict[ShardSpec, Tensor | None], rank
 def bits(shards: Sequence[Shard]) -> list[bytes]:
     """Everything a rank's shards hold, for exact comparison (NaN included)."""
     tensors = [t for s in shards if not s.spec.replicated for t in (s.weight, *(s.states[n] for n in sorted(s.states)))]
-    return [torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)).view(torch.uint8).numpy().tobytes() for t in tensors]
+    return [
+        torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)).view(torch.uint8).numpy().tobytes() for t in tensors
+    ]
 
 
 class Died(RuntimeError):

@@ -200,8 +200,12 @@ class ParityKeeper:
     # Failure
 
     def abort(self) -> None:
-        """Break off the exchange under way: a rank is gone. Safe to call twice."""
-        self._quit_exchange(abort=True)
+        """Break off the exchange under way, and the wait for it: a rank is gone.
+
+        Safe from any thread. Not once the rebuild has begun: it would break off the new channel.
+        """
+        if self._channel is not None:
+            self._channel.abort()
 
     def rebuild(self, lost: Collection[int]) -> Rebuilt:
         """Bring the shards of lost ranks back. Collective, on a fresh channel, with replacements in the lost places.
@@ -215,7 +219,7 @@ class ParityKeeper:
                 undefined: restore them from the store, then `start`.
         """
         started = time.perf_counter()
-        self.abort()
+        self._quit_exchange(abort=True)
         self._encoded = False
         channel = self._channel = self._make_channel()
         if self.rank in lost:
@@ -299,8 +303,8 @@ class ParityKeeper:
         self._totals["mismatches"] += outcome.mismatches
 
     def _quit_exchange(self, abort: bool) -> None:
-        if abort and self._channel is not None:
-            self._channel.abort()
+        if abort:
+            self.abort()
             self._channel = None
         try:
             self._join()

@@ -40,15 +40,16 @@ class Channel(Protocol):
 
 
 class GroupChannel:
-    """A channel over a ``torch.distributed`` group with a CPU backend (gloo). The group should serve nothing else.
+    """A channel over a process group with a CPU backend (gloo), which serves nothing else.
 
     Args:
+        group: from ``torch.distributed.new_group``, or a bare ``ProcessGroupGloo``: no default group is needed.
         timeout: the longest wait for one swap.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = timedelta(seconds=60)) -> None:
-        self.rank = dist.get_rank(group)
-        self.world = dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta = timedelta(seconds=60)) -> None:
+        self.rank = group.rank()
+        self.world = group.size()
         self._group = group
         self._timeout = timeout.total_seconds()
         self._wake = threading.Event()
@@ -58,7 +59,7 @@ class GroupChannel:
     def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int] | None = None) -> list[Tensor]:
         if sizes is None:
             received = torch.empty(self.world, dtype=torch.int64)
-            self._all_to_all(received, torch.tensor([message.numel() for message in outgoing]), None, None)
+            self._all_to_all(received, torch.tensor([message.numel() for message in outgoing]), [], [])
             sizes = received.tolist()
         incoming = torch.empty(sum(sizes), dtype=torch.int64)
         self._all_to_all(incoming, torch.cat(list(outgoing)), list(sizes), [len(message) for message in outgoing])
@@ -68,14 +69,12 @@ class GroupChannel:
         self._aborted = True
         self._wake.set()
 
-    def _all_to_all(
-        self, output: Tensor, source: Tensor, out_sizes: list[int] | None, in_sizes: list[int] | None
-    ) -> None:
+    def _all_to_all(self, output: Tensor, source: Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
         if self._aborted:
             raise RecoveryError("parity: the channel was aborted; rebuild on a fresh process group")
         self._wake.clear()
         try:
-            work = dist.all_to_all_single(output, source, out_sizes, in_sizes, group=self._group, async_op=True)
+            work = self._group.alltoall_base(output, source, out_sizes, in_sizes)
             work.get_future().add_done_callback(lambda _: self._wake.set())
             finished = self._wake.wait(self._timeout)
             if finished and not self._aborted:

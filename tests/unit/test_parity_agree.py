@@ -11,7 +11,13 @@ from lightning_cpr.recovery.parity_agree import RankState, agree, holder_move, o
 
 # where a rank can be while exchange 8 is under way; the last is before it closed exchange 8
 BEFORE = (7, 7, 7, 7)
-POINTS = {"before": BEFORE, "closed": (8, 7, 7, 7), "received": (8, 8, 7, 7), "applied": (8, 8, 8, 7), "done": (8, 8, 8, 8)}
+POINTS = {
+    "before": BEFORE,
+    "closed": (8, 7, 7, 7),
+    "received": (8, 8, 7, 7),
+    "applied": (8, 8, 8, 7),
+    "done": (8, 8, 8, 8),
+}
 
 
 def possible(points: tuple[str, ...]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from itertools import combinations
 
 import pytest
@@ -86,10 +85,7 @@ class Job:
     def run_into_failure(self, steps: int) -> None:
         """Until some rank's exchange has failed and the others are in the step after, or at its end."""
         with pytest.raises(RecoveryError):
-            for _ in range(steps):
-                self.compute()
-                for keeper in self.keepers:
-                    keeper.after_step(self.step, replica=f"replica {self.step}")
+            self.run(steps)
 
     def replace(self, lost: list[int]) -> list[Rebuilt]:
         for keeper in self.keepers:
@@ -123,14 +119,15 @@ class Job:
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few rows, so that small tables make many groups."""
     monkeypatch.setattr(parity_groups, "MIN_PIECE_WORDS", 40)
-    yield
 
 
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(st.integers(0, 10_000), st.integers(2, 6), st.sampled_from([1, 2, 4]), st.integers(1, 2), st.sampled_from([1, 3]))
+@given(
+    st.integers(0, 10_000), st.integers(2, 6), st.sampled_from([1, 2, 4]), st.integers(1, 2), st.sampled_from([1, 3])
+)
 def test_parity_follows_training_and_any_rank_comes_back(layout: int, world: int, k: int, m: int, every: int) -> None:
     if world <= m:
         return
@@ -181,7 +178,9 @@ def test_death_at_every_point_of_an_exchange(point: str, victim: int, every: int
         assert {(r.exchange, r.step, r.lost) for r in results} == {(exchange, step, (victim,))}
         assert exchange >= number + (2 if point in ("applied", "acknowledged") else 1)
         assert bits(job.shards[victim]) == job.history[step][victim]
-        assert results[victim].restored == tuple(s.spec for s in job.shards[victim] if s.spec.rows and not s.spec.replicated)
+        assert results[victim].restored == tuple(
+            s.spec for s in job.shards[victim] if s.spec.rows and not s.spec.replicated
+        )
         for rank, keeper in enumerate(job.keepers):
             assert keeper.roll_back() == (step, None if rank == victim else f"replica {step}")
             assert bits(job.shards[rank]) == job.history[step][rank]
@@ -258,7 +257,7 @@ def test_a_second_death_during_the_rebuild_with_two_parities() -> None:
         step = job.step
         job.compute()
         hub = Hub(job.world)
-        for rank, keeper in enumerate(job.keepers):
+        for keeper in job.keepers:
             keeper.abort()
         job.hub, hub.partial = hub, (2, 5, frozenset({0, 1}))
         job.shards[1] = make_shards(job.tables, job.specs, 1, seed=None)

@@ -15,7 +15,9 @@ from tests.parity_job import bits, make_shards, table
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
-def one_shard(rows: int, cols: int, optimizer: str, dtype: torch.dtype, seed: int | None = 3) -> tuple[Shard, ShardRows]:
+def one_shard(
+    rows: int, cols: int, optimizer: str, dtype: torch.dtype, seed: int | None = 3
+) -> tuple[Shard, ShardRows]:
     t = table("t", rows, cols, optimizer, dtype)
     spec = ShardSpec("t", 0, rows, 0, cols, 0)
     shard = make_shards({"t": t}, [spec], 0, seed)[0]
