@@ -109,7 +109,8 @@ class ParityKeeper:
         self._step = 0
         self._encoded = False
         self._totals = dict.fromkeys(("exchanges", "rows", "bytes_sent", "mismatches"), 0)
-        self._seconds = dict.fromkeys(("hidden", "unhidden", "wait"), 0.0)
+        self._seconds = dict.fromkeys(("hidden", "unhidden", "wait"), 0.0)  # each written by one thread
+        self._core = dict.fromkeys(("hidden", "unhidden"), 0.0)
 
     # State
 
@@ -130,10 +131,15 @@ class ParityKeeper:
         return self._holder.nbytes + self._owner.nbytes + (closed.nbytes if closed else 0)
 
     def metrics(self) -> dict[str, float]:
-        """Totals of this rank since `start`; ``mismatches`` and ``protected`` are of the job. Seconds, bytes, steps."""
+        """Totals of this rank since `start`; ``mismatches`` and ``protected`` are of the job. Seconds, bytes, steps.
+
+        ``unhidden_s``: what steps were longer for, ``wait_s`` of it waiting for the exchange before; ``hidden_s``: on
+        the background thread; ``core_s``: processor time of both.
+        """
         return {
             **self._totals,
             **{f"{name}_s": seconds for name, seconds in self._seconds.items()},
+            "core_s": sum(self._core.values()),
             "lag_steps": self._step - self.step,
             "memory_bytes": self.memory_bytes,
             "parity_bytes": 8 * self.plan.parity_words(self.rank),
@@ -321,6 +327,7 @@ class ParityKeeper:
         self._encoded = False
         self._totals = dict.fromkeys(self._totals, 0)
         self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._core = dict.fromkeys(self._core, 0.0)
 
     def _go_to(self, exchange: int) -> None:
         """A survivor takes its parity and its windows to the agreed exchange."""
@@ -348,11 +355,13 @@ class ParityKeeper:
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started, core = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
             self._seconds[what] += time.perf_counter() - started
+            if what != "wait":
+                self._core[what] += time.thread_time() - core
 
 
 def _protectable(spec: ShardSpec) -> bool:

@@ -70,9 +70,9 @@ class GroupChannel:
         self._wake.set()
 
     def _all_to_all(self, output: Tensor, source: Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
+        self._wake.clear()  # before the look at _aborted: an abort in between would be missed
         if self._aborted:
             raise RecoveryError("parity: the channel was aborted; rebuild on a fresh process group")
-        self._wake.clear()
         try:
             work = self._group.alltoall_base(output, source, out_sizes, in_sizes)
             work.get_future().add_done_callback(lambda _: self._wake.set())

@@ -109,7 +109,7 @@ def _scrub(holder: ParityHolder, exchange: int, every: int) -> int:
             part.spec.table,
             part.spec.owner,
         )
-    pieces = holder.check_parity(exchange % every, every)
+    pieces = holder.check_parity(exchange, every)
     for piece in pieces:
         log.error("parity: piece %d on rank %d does not match its members; it is refused", piece.index, holder.rank)
     return len(parts) + len(pieces)

@@ -103,12 +103,9 @@ class ParityPlan:
         """Parity bytes over protected bytes."""
         return self.m * sum(piece.words for piece in self.pieces) / max(1, self.data_words)
 
-    def parts_of(self, rank: int) -> Iterator[tuple[Piece, Part]]:
-        """A rank's own rows by piece."""
-        for piece in self.pieces:
-            member = piece.member(rank)
-            for part in member.parts if member else ():
-                yield piece, part
+    def scrub_due(self, piece: Piece, exchange: int, every: int) -> bool:
+        """Whether a piece is compared at an exchange: each once in ``every`` exchanges, evenly; never if that is 0."""
+        return every > 0 and piece.index * every // len(self.pieces) == exchange % every
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,13 +21,21 @@ from lightning_cpr.recovery.parity_wire import Route, Section, routes_between, u
 
 @dataclass
 class _Incoming:
-    """Rows of one shard of another rank: where their parity lies, how far they are encoded, their checksums."""
+    """Rows of one shard of another rank: where their parity lies, how far they are encoded, their checksums.
+
+    sums: int64, by block, the blocks of a part behind those of the part before; ``first_block`` is that of each part.
+    """
 
     route: Route
     bases: list[int]
     exponents: list[int]
     cursors: Tensor
-    sums: list[Tensor]
+    first_block: list[int]
+    sums: Tensor
+
+    def sums_of(self, part: int) -> Tensor:
+        start = self.first_block[part]
+        return self.sums[start : start + self.route.parts[part].blocks]
 
 
 class ParityHolder:
@@ -38,6 +47,7 @@ class ParityHolder:
 
     def __init__(self, plan: ParityPlan, rank: int) -> None:
         self.rank = rank
+        self._plan = plan
         self.pieces = [piece for piece in plan.pieces if rank in piece.holders]
         self.bad: set[int] = set()
         self._base: dict[int, int] = {}
@@ -59,7 +69,7 @@ class ParityHolder:
     @property
     def nbytes(self) -> int:
         kept = sum((s.rows.numel() * 2 + s.bits.numel()) * WORD for _, s in self._staged)
-        sums = sum(incoming.sums[i].nbytes for incoming, i in self._at.values())
+        sums = sum(incoming.sums.nbytes for tracked in self._incoming.values() for incoming in tracked)
         return self._parity.nbytes + sums + kept
 
     def stage(self, messages: Sequence[Tensor]) -> None:
@@ -97,16 +107,18 @@ class ParityHolder:
         wrong = []
         for incoming, section in self._staged:
             for i, sums in section.published.items():
-                if not torch.equal(sums, incoming.sums[i]):
+                if not torch.equal(sums, incoming.sums_of(i)):
                     wrong.append(incoming.route.parts[i])
                     self.bad.add(incoming.route.pieces[i].index)
         return wrong
 
-    def check_parity(self, turn: int, turns: int) -> list[Piece]:
-        """Compare parity with the checksums of its members, for each ``turns``-th piece; the pieces that differ."""
+    def check_parity(self, exchange: int, every: int) -> list[Piece]:
+        """Compare parity with the checksums of its members, for the pieces due; the pieces that differ."""
         wrong = []
         for piece in self.pieces:
-            if piece.index % turns == turn and self._parity_sum(piece) != code.flat_sum(self.parity(piece)):
+            if self._plan.scrub_due(piece, exchange, every) and self._parity_sum(piece) != code.flat_sum(
+                self.parity(piece)
+            ):
                 wrong.append(piece)
                 self.bad.add(piece.index)
         return wrong
@@ -123,7 +135,7 @@ class ParityHolder:
         for part in member.parts:
             rows = words[part.offset : part.offset + part.words].view(part.rows, part.width)
             incoming, i = self._at[piece.index, part]
-            if not torch.equal(code.block_sums(rows, part.block_rows), incoming.sums[i]):
+            if not torch.equal(code.block_sums(rows, part.block_rows), incoming.sums_of(i)):
                 self.bad.add(piece.index)
                 return False
         return True
@@ -145,9 +157,10 @@ class ParityHolder:
         self._parity.zero_()
         self._staged = []
         self.bad.clear()
-        for incoming, i in self._at.values():
-            incoming.sums[i].zero_()
-            incoming.cursors = torch.tensor([part.row_lo for part in incoming.route.parts])
+        for tracked in self._incoming.values():
+            for incoming in tracked:
+                incoming.sums.zero_()
+                incoming.cursors = torch.tensor([part.row_lo for part in incoming.route.parts])
 
     def _track(self, route: Route, source: int) -> _Incoming:
         exponents = []
@@ -155,12 +168,14 @@ class ParityHolder:
             member = piece.member(source)
             assert member is not None
             exponents.append(member.column if piece.holders.index(self.rank) else 0)
+        blocks = [0, *accumulate(part.blocks for part in route.parts)]
         return _Incoming(
             route,
             [self._base[piece.index] + part.offset for part, piece in zip(route.parts, route.pieces, strict=True)],
             exponents,
             torch.tensor([part.row_lo for part in route.parts]),
-            [torch.zeros(part.blocks, dtype=torch.int64) for part in route.parts],
+            blocks[:-1],
+            torch.zeros(blocks[-1], dtype=torch.int64),
         )
 
     def _xor(self, incoming: _Incoming, section: Section) -> None:
@@ -173,10 +188,18 @@ class ParityHolder:
             bits = code.times(section.bits[low:high], incoming.exponents[i])
             base = incoming.bases[i]
             memory = self._parity[base : base + part.words].view(part.rows, part.width)
-            memory.index_copy_(0, index, memory.index_select(0, index).bitwise_xor_(bits))
-            placed = code.times_each(section.sums[low:high], index % part.block_rows * part.width)
-            blocks, change = code.xor_by_block(placed, index // part.block_rows)
-            incoming.sums[i][blocks] ^= change
+            first, last = int(index[0]), int(index[-1])
+            if last - first == high - low - 1:
+                memory[first : last + 1] ^= bits
+            else:
+                memory.index_copy_(0, index, memory.index_select(0, index).bitwise_xor_(bits))
+        of = torch.searchsorted(torch.tensor([p.row_lo for p in parts]), section.rows, right=True) - 1
+        index = section.rows - torch.tensor([p.row_lo for p in parts])[of]
+        block_rows = parts[0].block_rows
+        blocks = index // block_rows + torch.tensor(incoming.first_block)[of]
+        placed = code.times_each(section.sums, index % block_rows * incoming.route.width)
+        blocks, change = code.xor_by_block(placed, blocks)
+        incoming.sums[blocks] ^= change
 
     def _parity_sum(self, piece: Piece) -> int:
         """The checksum that the piece's parity must have."""
@@ -186,6 +209,6 @@ class ParityHolder:
             for part in member.parts:
                 incoming, i = self._at[piece.index, part]
                 places = torch.arange(part.blocks) * (part.block_rows * part.width) + part.offset
-                placed = code.times_each(incoming.sums[i], places + (member.column if second else 0))
+                placed = code.times_each(incoming.sums_of(i), places + (member.column if second else 0))
                 total ^= code.xor_all(placed)
         return total

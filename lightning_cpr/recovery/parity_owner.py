@@ -47,12 +47,12 @@ class ParityOwner:
     """The windows of a rank's shards and how far its rows are in parity, by holder."""
 
     def __init__(self, plan: ParityPlan, rank: int, windows: Mapping[ShardSpec, Window]) -> None:
-        self._world = plan.world
+        self._plan = plan
         self.windows = dict(windows)
         pairs = routes_between(plan, [rank], range(plan.world))
         self._routes = {holder: routes for (_, holder), routes in sorted(pairs.items())}
         self._parts = [
-            (holder, number, i, part, piece.index)
+            (holder, number, i, part, piece)
             for holder, routes in self._routes.items()
             for number, route in enumerate(routes)
             for i, (part, piece) in enumerate(zip(route.parts, route.pieces, strict=True))
@@ -90,13 +90,14 @@ class ParityOwner:
         for holder, number, i, part, piece in self._parts:
             cursors = self._cursors[holder][number]
             if cursors[i] < part.row_hi:
-                end = min(part.row_hi, cursors[i] + max(0, encode_bytes) // (part.width * WORD))
+                room = max(0 if closed.encoded else 1, encode_bytes // (part.width * WORD))
+                end = min(part.row_hi, cursors[i] + room)
                 if end > cursors[i]:
                     words = self.windows[part.spec].read(slice(cursors[i], end))
                     closed.encoded.append((holder, number, cursors[i], words))
                     encode_bytes -= words.nbytes
                     cursors[i] = end
-            elif scrub_every and piece % scrub_every == exchange % scrub_every:
+            elif self._plan.scrub_due(piece, exchange, scrub_every):
                 words = self.windows[part.spec].read(slice(part.row_lo, part.row_hi))
                 closed.live.append((holder, number, i, words))
         return closed
@@ -105,7 +106,7 @@ class ParityOwner:
         """One message a rank. Puts the changes in order and frees the slices."""
         closed.changes = {spec: change.tidy() for spec, change in closed.changes.items()}
         sums = {spec: code.row_sums(change.bits) for spec, change in closed.changes.items()}
-        outgoing = [torch.empty(0, dtype=torch.int64)] * self._world
+        outgoing = [torch.empty(0, dtype=torch.int64)] * self._plan.world
         for holder, routes in self._routes.items():
             sections = [
                 self._section(closed, holder, number, route, sums[route.spec]) for number, route in enumerate(routes)
@@ -132,8 +133,9 @@ class ParityOwner:
             rows = torch.cat([rows, *(torch.arange(start, start + len(words)) for start, words in new)])
             sums = torch.cat([sums, *(code.row_sums(words) for _, words in new)])
             bits = torch.cat([bits, *(words for _, words in new)])
-            rows, order = rows.sort()
-            sums, bits = sums[order], bits.index_select(0, order)
+            if not bool((rows[1:] > rows[:-1]).all()):
+                rows, order = rows.sort()
+                sums, bits = sums[order], bits.index_select(0, order)
         published = {
             i: code.block_sums(words, route.parts[i].block_rows)
             for h, n, i, words in closed.live

@@ -24,9 +24,11 @@ class Change:
 
     def tidy(self) -> Change:
         """By row number, without rows that kept their bits."""
-        changed = self.bits.any(dim=1)
-        rows, order = self.rows[changed].sort()
-        return Change(rows, self.bits[changed].index_select(0, order))
+        rows, order = self.rows.sort()
+        changed = self.bits.any(dim=1)[order]
+        if not bool(changed.all()):
+            rows, order = rows[changed], order[changed]
+        return Change(rows, self.bits.index_select(0, order))
 
 
 class Window:

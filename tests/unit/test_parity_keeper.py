@@ -158,7 +158,7 @@ def test_parity_follows_training_and_any_rank_comes_back(layout: int, world: int
         job.close()
 
 
-SWEEP = [(point, victim, every) for point in POINTS for victim in (0, 3) for every in (1, 3)]
+SWEEP = [(point, victim, every) for point in POINTS for victim, every in ((0, 1), (3, 3))]
 
 
 @pytest.mark.parametrize(("point", "victim", "every"), SWEEP)
