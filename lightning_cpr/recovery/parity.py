@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +29,7 @@ from lightning_cpr.recovery.parity_config import ParityConfig
 from lightning_cpr.recovery.parity_exchange import Outcome, Probe, Progress, run_exchange
 from lightning_cpr.recovery.parity_groups import plan_parity
 from lightning_cpr.recovery.parity_holder import ParityHolder
+from lightning_cpr.recovery.parity_meter import Meter
 from lightning_cpr.recovery.parity_owner import Closed, ParityOwner
 from lightning_cpr.recovery.parity_rebuild import Rebuild, plan_jobs
 from lightning_cpr.recovery.parity_records import ShardRows, record_of
@@ -108,16 +108,14 @@ class ParityKeeper:
         self._points: dict[int, tuple[int, Any]] = {}  # by exchange: its last step and the caller's replica of then
         self._step = 0
         self._encoded = False
-        self._totals = dict.fromkeys(("exchanges", "rows", "bytes_sent", "mismatches"), 0)
-        self._seconds = dict.fromkeys(("hidden", "unhidden", "wait"), 0.0)  # each written by one thread
-        self._core = dict.fromkeys(("hidden", "unhidden"), 0.0)
+        self._meter = Meter()
 
     # State
 
     @property
     def protected(self) -> bool:
         """Whether a lost shard would come back: everything is encoded, nothing was refused, the ranks are in touch."""
-        return self._encoded and self._totals["mismatches"] == 0 and self._channel is not None
+        return self._encoded and self._meter.mismatches == 0 and self._channel is not None
 
     @property
     def step(self) -> int:
@@ -131,15 +129,12 @@ class ParityKeeper:
         return self._holder.nbytes + self._owner.nbytes + (closed.nbytes if closed else 0)
 
     def metrics(self) -> dict[str, float]:
-        """Totals of this rank since `start`; ``mismatches`` and ``protected`` are of the job. Seconds, bytes, steps.
+        """Totals of this rank since `start` (see `Meter`) and where it stands now: seconds, bytes, steps, rows.
 
-        ``unhidden_s``: what steps were longer for, ``wait_s`` of it waiting for the exchange before; ``hidden_s``: on
-        the background thread; ``core_s``: processor time of both.
+        ``mismatches`` and ``protected`` are of the whole job.
         """
         return {
-            **self._totals,
-            **{f"{name}_s": seconds for name, seconds in self._seconds.items()},
-            "core_s": sum(self._core.values()),
+            **self._meter.values(),
             "lag_steps": self._step - self.step,
             "memory_bytes": self.memory_bytes,
             "parity_bytes": 8 * self.plan.parity_words(self.rank),
@@ -172,7 +167,7 @@ class ParityKeeper:
             touched: int64 shard-local row numbers by shard, repeats allowed; None: any row may change. May be called
                 several times a step, always before the rows change.
         """
-        with self._timed("unhidden"):
+        with self._meter.timed("unhidden"):
             for spec, rows in touched.items():
                 if _protectable(spec):
                     self._owner.windows[spec].touch(rows)
@@ -241,7 +236,7 @@ class ParityKeeper:
         else:
             self._go_to(exchange)
         held = {"unfinished": self._holder.unfinished(), "bad": sorted(self._holder.bad)}
-        parity = swap_values(channel, {**held, "mismatches": self._totals["mismatches"]})
+        parity = swap_values(channel, {**held, "mismatches": self._meter.mismatches})
         unusable = {r: {*p["bad"], *(piece for piece, _, _ in p["unfinished"])} for r, p in enumerate(parity)}
         job = Rebuild(self._owner, self._holder, channel)
         job.run(plan_jobs(self.plan, agreement.lost, unusable))
@@ -252,7 +247,7 @@ class ParityKeeper:
                     holder, {p: cursor for p, source, cursor in answer["unfinished"] if source == self.rank}
                 )
         self._owner.forget(agreement.lost)
-        self._totals["mismatches"] = max(answer["mismatches"] for answer in parity)
+        self._meter.mismatches = max(answer["mismatches"] for answer in parity)
         self._progress.stand_at(exchange)
         restored = tuple(self._owner.windows) if self.rank in agreement.lost else ()
         return Rebuilt(exchange, step, agreement.lost, restored, job.bytes, time.perf_counter() - started)
@@ -273,7 +268,7 @@ class ParityKeeper:
     def _exchange(self, replica: Any) -> None:
         if self._channel is None or self._progress.fresh:
             raise RecoveryError("parity is not running on this rank: call start or rebuild first")
-        with self._timed("unhidden"):
+        with self._meter.timed("unhidden"):
             self._join()
             number = self._progress.closed + 1
             every = self.config.scrub_every if self._encoded else 0
@@ -283,7 +278,7 @@ class ParityKeeper:
             self._inflight = self._worker.submit(self._background, self._closed, self._channel, every)
 
     def _background(self, closed: Closed, channel: Channel, scrub_every: int) -> Outcome:
-        with self._timed("hidden"):
+        with self._meter.timed("hidden"):
             try:
                 return run_exchange(
                     closed, self._owner, self._holder, channel, self._progress, scrub_every, self._probe
@@ -297,16 +292,13 @@ class ParityKeeper:
         """Wait for the exchange under way and take its outcome."""
         if self._inflight is None:
             return
-        with self._timed("wait"):
+        with self._meter.timed("wait"):
             self._encoded = False
             outcome = self._inflight.result()
         self._inflight = self._closed = None
         self._points = {e: point for e, point in self._points.items() if e >= self._progress.acknowledged}
         self._encoded = outcome.unfinished == 0
-        self._totals["exchanges"] += 1
-        self._totals["rows"] += outcome.rows
-        self._totals["bytes_sent"] += outcome.sent_bytes
-        self._totals["mismatches"] += outcome.mismatches
+        self._meter.add(outcome)
 
     def _quit_exchange(self, abort: bool) -> None:
         if abort:
@@ -325,9 +317,7 @@ class ParityKeeper:
             window.restart()
         self._closed = None
         self._encoded = False
-        self._totals = dict.fromkeys(self._totals, 0)
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
-        self._core = dict.fromkeys(self._core, 0.0)
+        self._meter = Meter()
 
     def _go_to(self, exchange: int) -> None:
         """A survivor takes its parity and its windows to the agreed exchange."""
@@ -346,22 +336,12 @@ class ParityKeeper:
     def _raise_refused(self, answers: Sequence[Mapping[str, Any]]) -> None:
         refused = sorted({piece for answer in answers for piece in answer["refused"]})
         if refused:
-            self._totals["mismatches"] += len(refused)
+            self._meter.mismatches += len(refused)
             log.error("parity: pieces %s did not decode to what their owners published", refused)
             raise RecoveryError(
                 f"parity: {len(refused)} pieces ({refused[:5]}...) did not decode to what their owners published "
                 f"and were refused. Restore the lost shards from the store, then start the protection anew"
             )
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        started, core = time.perf_counter(), time.thread_time()
-        try:
-            yield
-        finally:
-            self._seconds[what] += time.perf_counter() - started
-            if what != "wait":
-                self._core[what] += time.thread_time() - core
 
 
 def _protectable(spec: ShardSpec) -> bool:
