@@ -30,7 +30,7 @@ from lightning_cpr.recovery.live import Recovery, recover
 from lightning_cpr.recovery.membership import REPLACES_ENV, Epoch, Membership, Timeouts
 from lightning_cpr.spec import Shard, ShardSpec
 from lightning_cpr.state import decode_blob, encode_blob, rng_state, set_rng_state, to_plain
-from lightning_cpr.tables.rebind import drop_traces, rebind, stand_in_group
+from lightning_cpr.tables.rebind import check_rebindable, drop_traces, rebind, stand_in_group
 from lightning_cpr.tables.replicas import load_replicated_state, replicated_state
 from lightning_cpr.tables.shards import (
     fused_scalars,
@@ -111,7 +111,7 @@ class LiveRecovery:
             if fitting and reason:
                 log.warning("a process that dies will not be replaced in place (%s): the job restarts in full", reason)
             return
-        if reason:
+        if not self.enabled:
             raise RecoveryError(f"this replacement cannot join in place: {reason}")
         trainer._checkpoint_connector.resume_start = self._resume  # type: ignore[method-assign]
 
@@ -122,6 +122,11 @@ class LiveRecovery:
             return "manual optimization"
         if trainer.accumulate_grad_batches != 1:
             return "accumulate_grad_batches"
+        assert dist.group.WORLD is not None
+        try:
+            check_rebindable(self._model, dist.group.WORLD)
+        except RecoveryError as e:
+            return str(e)
         return ""
 
     # The replacement's way in.

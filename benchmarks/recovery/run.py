@@ -81,7 +81,11 @@ def measure(way, world, mb, seed):
 
             def all_stepped():
                 new = next((e for e in events(out) if e["event"] == "start" and e["time"] > killed), None)
-                steps = {e["rank"]: e["time"] for e in reversed(events(out)) if e["event"] == "step" and new and e["time"] > new["time"]}
+                steps = {
+                    e["rank"]: e["time"]
+                    for e in reversed(events(out))
+                    if e["event"] == "step" and new and e["time"] > new["time"]
+                }
                 return steps if len(steps) == world else None
 
             first = wait_for(all_stepped, 120)
@@ -110,7 +114,9 @@ def main():
                     print(json.dumps(results[-1]), flush=True)
             for way in options.ways:
                 times = [r["seconds"] for r in results if (r["way"], r["world"], r["mb"]) == (way, world, mb)]
-                print(f"{way:8} {world} ranks {mb} MB: median {statistics.median(times):.2f} s [{min(times):.2f}-{max(times):.2f}]")
+                print(
+                    f"{way:8} {world} ranks {mb} MB: median {statistics.median(times):.2f} s [{min(times):.2f}-{max(times):.2f}]"
+                )
     Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1))
 
 
