@@ -83,6 +83,18 @@ class LiveRecovery:
         self.enabled = False
         self.apart = REPLACES_ENV in os.environ
 
+    @property
+    def store(self) -> dist.Store:
+        """The job's key-value store, under the prefix of this attempt; the same through all epochs."""
+        assert _membership is not None
+        return _membership.store
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this rank stands in: 0 from the start, one more for each replaced process."""
+        assert _membership is not None
+        return _membership.epoch
+
     def setup_group(self, backend: str, timeout: float) -> None:
         """Make the process group: the job's, or a replacement's stand-in. In place of ``init_process_group``."""
         global _membership
