@@ -203,7 +203,11 @@ class TorchRecStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._rates is not None
+        assert self.model is not None
+        assert self.lightning_module is not None
         self._rates.push()
+        if self.model.training != self.lightning_module.training:
+            sharding.sync_training_mode(self.model, self.lightning_module)
         if isinstance(self.lightning_module, PipelinedModule):
             # Its pipeline calls the wrapped model itself, once per batch.
             with self.precision_plugin.train_step_context():

@@ -41,6 +41,7 @@ from lightning_cpr.tables._modules import (  # noqa: E402
     collections,
     declared_optimizer,
     sharded_collections,
+    sync_training_mode,
     table_configs,
     table_container,
     tables,
@@ -391,5 +392,6 @@ __all__ = [
     "dense_ddp",
     "refuse_unsupported",
     "shard",
+    "sync_training_mode",
     "wrap_dense",
 ]
