@@ -31,7 +31,7 @@ from lightning_cpr.recovery.live import Recovery, recover
 from lightning_cpr.recovery.membership import REPLACES_ENV, Epoch, Membership, Timeouts
 from lightning_cpr.spec import Shard, ShardSpec
 from lightning_cpr.state import decode_blob, encode_blob, rng_state, set_rng_state, to_plain
-from lightning_cpr.tables.rebind import drop_traces, rebind, stand_in_group
+from lightning_cpr.tables.rebind import check_rebindable, drop_traces, rebind, stand_in_group
 from lightning_cpr.tables.replicas import load_replicated_state, replicated_state
 from lightning_cpr.tables.shards import (
     fused_scalars,
@@ -84,6 +84,18 @@ class LiveRecovery:
         self.enabled = False
         self.apart = REPLACES_ENV in os.environ
 
+    @property
+    def store(self) -> dist.Store:
+        """The job's key-value store, under the prefix of this attempt; the same through all epochs."""
+        assert _membership is not None
+        return _membership.store
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this rank stands in: 0 from the start, one more for each replaced process."""
+        assert _membership is not None
+        return _membership.epoch
+
     def setup_group(self, backend: str, timeout: float) -> None:
         """Make the process group: the job's, or a replacement's stand-in. In place of ``init_process_group``."""
         global _membership
@@ -112,7 +124,7 @@ class LiveRecovery:
             if fitting and reason:
                 log.warning("a process that dies will not be replaced in place (%s): the job restarts in full", reason)
             return
-        if reason:
+        if not self.enabled:
             raise RecoveryError(f"this replacement cannot join in place: {reason}")
         trainer._checkpoint_connector.resume_start = self._resume  # type: ignore[method-assign]
 
@@ -123,6 +135,11 @@ class LiveRecovery:
             return "manual optimization"
         if trainer.accumulate_grad_batches != 1:
             return "accumulate_grad_batches"
+        assert dist.group.WORLD is not None
+        try:
+            check_rebindable(self._model, dist.group.WORLD)
+        except RecoveryError as e:
+            return str(e)
         return ""
 
     # The replacement's way in.

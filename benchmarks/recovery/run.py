@@ -114,9 +114,8 @@ def main():
                     print(json.dumps(results[-1]), flush=True)
             for way in options.ways:
                 times = [r["seconds"] for r in results if (r["way"], r["world"], r["mb"]) == (way, world, mb)]
-                print(
-                    f"{way:8} {world} ranks {mb} MB: median {statistics.median(times):.2f} s [{min(times):.2f}-{max(times):.2f}]"
-                )
+                spread = f"{statistics.median(times):.2f} s [{min(times):.2f}-{max(times):.2f}]"
+                print(f"{way:8} {world} ranks {mb} MB a rank: median {spread}")
     Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1))
 
 

@@ -70,7 +70,7 @@ class Verdict:
 
 
 def judge(returncode: int, replaced_at: Sequence[float], now: float, budget: Budget) -> Verdict:
-    """Decide about a trainer that ended (negative ``returncode``: the signal) and was replaced at these times."""
+    """Decide about a trainer that ended (negative ``returncode``: the signal), replaced at these times before."""
     if returncode == 0:
         return Verdict("end", 0, "finished")
     if returncode == EXIT_STEP_DOWN:
@@ -107,7 +107,7 @@ class Child:
         os.close(control)
 
     def assign(self, **order: object) -> None:
-        """Tell it what to run; from now on its heartbeat counts. One that died is noticed as ended."""
+        """Tell it what to run; its heartbeat counts from its next beat on. A dead one is noticed as one that ended."""
         struct.pack_into("d", self._beat, 0, 0.0)
         try:
             os.write(self._control, json.dumps(order).encode() + b"\n")

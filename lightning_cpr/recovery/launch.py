@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,10 +54,13 @@ def run(argv: Sequence[str]) -> None:
         passed.append("--module")
     options.training_script_args = [*passed, options.training_script, *options.training_script_args]
     options.training_script, options.module = str(Path(guardian.__file__).resolve()), False
-    job_dir = tempfile.mkdtemp(prefix="lightning-cpr-")
-    os.environ[guardian.JOB_DIR_ENV] = job_dir
-    try:
-        torchrun.run(options)
-    finally:
-        del os.environ[guardian.JOB_DIR_ENV]
-        shutil.rmtree(job_dir)
+    # torchrun's default has NCCL end the process when a collective fails, and with it everything that it holds.
+    added = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ else {}
+    with tempfile.TemporaryDirectory(prefix="lightning-cpr-") as job_dir:
+        added[guardian.JOB_DIR_ENV] = job_dir
+        os.environ.update(added)
+        try:
+            torchrun.run(options)
+        finally:
+            for name in added:
+                del os.environ[name]

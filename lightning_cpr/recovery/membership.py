@@ -96,7 +96,7 @@ class Membership:
         self.backend = backend
         self.epoch = -1
         self._connect = connect
-        self._store = connect(self.timeouts.collective)
+        self.store = connect(self.timeouts.collective)
         self._on_beat = on_beat
         self._poll_s = max(_WATCH_POLL_S, world_size * 1e-3)  # the store serves all ranks
         self._listeners: set[int] = set()
@@ -122,8 +122,8 @@ class Membership:
         number = self._wait_newer(after)
         deadline = time.monotonic() + self.timeouts.join
         while True:
-            self._store.set(f"{number}/position/{self.rank}", position)
-            self._store.set(f"{number}/hold/{self.rank}", holding.to_json())
+            self.store.set(f"{number}/position/{self.rank}", position)
+            self.store.set(f"{number}/hold/{self.rank}", holding.to_json())
             try:
                 told = self._gather(number, "hold", deadline)
                 return Epoch(number, tuple(Holding.from_json(value) for value in told))
@@ -132,11 +132,11 @@ class Membership:
 
     def position_of(self, epoch: Epoch, rank: int) -> str:
         """The ``position`` that ``rank`` gave when it met the others."""
-        return self._store.get(f"{epoch.number}/position/{rank}").decode()
+        return self.store.get(f"{epoch.number}/position/{rank}").decode()
 
     def form(self, epoch: Epoch) -> bool:
         """Make the process group of an epoch with all its ranks. False if a newer epoch has begun: `meet` again."""
-        self._store.set(f"{epoch.number}/ready/{self.rank}", "")
+        self.store.set(f"{epoch.number}/ready/{self.rank}", "")
         try:
             self._gather(epoch.number, "ready", time.monotonic() + self.timeouts.join)
             self._make_group(epoch.number)
@@ -155,13 +155,13 @@ class Membership:
             up, self._group_up = self._group_up, False
             self._changed.notify_all()
         if up:
-            self._release(self._store, self.epoch)
+            self._release(self.store, self.epoch)
             dist.destroy_process_group()
 
     def confirm(self, error: BaseException) -> None:
         """Raise what ended the job, if some rank published an exception: then ``error`` is only its echo."""
-        if self._store.check(["error"]):
-            told = json.loads(self._store.get("error"))
+        if self.store.check(["error"]):
+            told = json.loads(self.store.get("error"))
             if told["rank"] != self.rank:
                 raise RecoveryError(f"rank {told['rank']} failed with {told['error']}; no peer was lost") from error
 
@@ -174,7 +174,7 @@ class Membership:
             self._watcher.join(timeout=5.0)
 
     def _current(self) -> int:
-        return self._store.add("epoch", 0)
+        return self.store.add("epoch", 0)
 
     def _wait_newer(self, after: int) -> int:
         deadline = time.monotonic() + self.timeouts.announce
@@ -190,19 +190,19 @@ class Membership:
 
     def _gather(self, number: int, what: str, deadline: float) -> list[str]:
         keys = [f"{number}/{what}/{rank}" for rank in range(self.world_size)]
-        while not self._store.check(keys):
+        while not self.store.check(keys):
             self.confirm(RecoveryError("meeting the other ranks"))
             if self._current() != number:
                 raise _EpochMovedError
             if time.monotonic() > deadline:
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 raise RecoveryError(
                     f"epoch {number}: ranks {missing} did not come within {self.timeouts.join:g} s ({what})"
                 )
             time.sleep(_JOIN_POLL_S)
         if self._current() != number:
             raise _EpochMovedError
-        return [value.decode() for value in self._store.multi_get(keys)]
+        return [value.decode() for value in self.store.multi_get(keys)]
 
     def _make_group(self, number: int) -> None:
         if dist.is_initialized():  # a replacement's stand-in group
@@ -216,7 +216,7 @@ class Membership:
                 world_size=self.world_size,
                 timeout=timedelta(seconds=self.timeouts.collective),
             )
-        self._store.set(f"{number}/ports/{self.rank}", json.dumps(sorted(self._listeners)))
+        self.store.set(f"{number}/ports/{self.rank}", json.dumps(sorted(self._listeners)))
         with self._changed:
             self.epoch, self._group_up = number, True
             self._changed.notify_all()

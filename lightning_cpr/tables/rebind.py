@@ -80,7 +80,8 @@ def rebind(model: nn.Module, group: dist.ProcessGroup) -> int:
     Gradients are dropped: those of DDP are views of the old reducer's buckets.
 
     Raises:
-        RecoveryError: the model uses a group of some of the ranks only (e.g. table-row-wise or 2D sharding).
+        RecoveryError: the model uses a group of some of the ranks only (e.g. table-row-wise or 2D sharding), or a DDP
+            communication hook.
     """
     walk = _Walk(group)
     walk.visit(model)
@@ -92,11 +93,20 @@ def rebind(model: nn.Module, group: dist.ProcessGroup) -> int:
     return walk.replaced
 
 
-class _Walk:
-    """Visits what a model reaches through TorchRec's own objects, and swaps groups and meshes on the way."""
+def check_rebindable(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raises what `rebind` of a model that lives on ``group`` would raise; changes nothing."""
+    _Walk(group, dry=True).visit(model)
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+
+class _Walk:
+    """Visits what a model reaches through TorchRec's own objects, and swaps groups and meshes on the way.
+
+    ``dry``: finds out only whether that would work.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, dry: bool = False) -> None:
         self.group = group
+        self.dry = dry
         self.replaced = 0
         self.ddps: list[DistributedDataParallel] = []
         self._seen: dict[int, Any] = {}  # keeps what it has seen alive: an id is not used twice
@@ -110,6 +120,8 @@ class _Walk:
                 continue
             self._seen[id(item)] = item
             if isinstance(item, DistributedDataParallel):
+                if item.__dict__.get("_comm_hooks"):
+                    raise RecoveryError("a DDP communication hook keeps the old group; the job restarts in full")
                 self.ddps.append(item)
             for value, put in _children(item):
                 new = self._swap(value)
@@ -139,7 +151,7 @@ class _Walk:
             raise RecoveryError(
                 f"the model uses a device mesh of shape {tuple(mesh.shape)}; live recovery knows 1D only"
             )
-        if any(mesh is new for new in self._meshes.values()):
+        if self.dry or any(mesh is new for new in self._meshes.values()):
             return mesh
         if id(mesh) not in self._meshes:
             self._seen[id(mesh)] = mesh
@@ -177,10 +189,6 @@ def _fixed(value: Any) -> None:
 
 def _new_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
     """What `DistributedDataParallel.__setstate__` does for a copied module."""
-    if ddp.__dict__.get("_comm_hooks"):
-        raise RecoveryError(
-            "a DDP communication hook is registered, and it keeps the old group; the job restarts in full"
-        )
     ddp.process_group = group
     del ddp.reducer, ddp.logger
     parameters, expect_sparse = ddp._build_params_for_reducer()

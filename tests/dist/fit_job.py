@@ -68,7 +68,8 @@ class Probe(pl.Callback):
         self.rank = int(os.environ["RANK"])
         self.file = (out / f"{self.rank}-{os.getpid()}.jsonl").open("a", buffering=1)
         fresh = REPLACES_ENV in os.environ
-        self.kills = set() if fresh or os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" else {tuple(k.split(":")) for k in kills}
+        first = not fresh and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        self.kills = {tuple(k.split(":")) for k in kills} if first else set()
         self.raise_at = raise_at
         self.lose = lose
         self.trainer: Any = None
@@ -113,10 +114,10 @@ class Probe(pl.Callback):
         self.strike(trainer, "optimizer")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.record(
-            "step", step=trainer.global_step, batch=batch_idx, skipped=not outputs,
-            total=trainer.fit_loop.total_batch_idx, stepped=trainer.fit_loop.epoch_loop._batches_that_stepped, epoch=trainer.current_epoch,
-        )  # fmt: skip
+        loop = trainer.fit_loop
+        counts = {"total": loop.total_batch_idx, "stepped": loop.epoch_loop._batches_that_stepped}
+        where = {"step": trainer.global_step, "batch": batch_idx, "epoch": trainer.current_epoch}
+        self.record("step", skipped=not outputs, **where, **counts)
         self.strike(trainer, "batch_end")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:

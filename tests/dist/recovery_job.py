@@ -2,8 +2,8 @@
 
     lightning-cpr run --nproc-per-node 2 recovery_job.py --steps 40 --out DIR
 
-Each process appends JSON lines to ``DIR/<rank>-<pid>.jsonl``. With ``--kill rank:step:point`` (given several times) that
-rank's first process kills itself there. ``--raise-at rank:step`` raises a ValueError.
+Each process appends JSON lines to ``DIR/<rank>-<pid>.jsonl``. With ``--kill rank:step:point`` (several times)
+that rank's first process kills itself there. ``--raise-at rank:step`` raises a ValueError.
 """
 
 from __future__ import annotations
