@@ -8,7 +8,17 @@ from lightning_cpr.store.reader import ReadReport, read_blob, read_into, read_ta
 from lightning_cpr.store.save import RankPart, SaveIO, SaveReport, SaveSpec
 from lightning_cpr.store.storage import Storage, relative_to
 from lightning_cpr.store.verify import verify
-from lightning_cpr.store.versions import Newest, Problem, fence, list_versions, load_manifest, newest, remove
+from lightning_cpr.store.versions import (
+    Newest,
+    Problem,
+    clean_torn,
+    fence,
+    list_versions,
+    load_manifest,
+    newest,
+    remove,
+    torn_versions,
+)
 from lightning_cpr.store.writer import write_part
 
 __all__ = [
@@ -26,6 +36,7 @@ __all__ = [
     "ShardRecord",
     "Storage",
     "VersionRef",
+    "clean_torn",
     "commit",
     "fence",
     "list_versions",
@@ -38,6 +49,7 @@ __all__ = [
     "relative_to",
     "remove",
     "save",
+    "torn_versions",
     "verify",
     "write_part",
 ]

@@ -23,6 +23,8 @@ from lightning_cpr.spec import ShardSpec, TableSpec
 SCHEMA = 1
 FOLDER = "manifests"
 CHUNKS = "chunks"
+SIBLING = "cpr-chunks"
+"""Where the chunks of a version lie whose manifest is at a path of its own."""
 _HEAD = b'{"blake2b":"'
 _MIDDLE = b'","manifest":'
 _TAIL = b"}\n"
@@ -275,10 +277,10 @@ def _check(manifest: Manifest) -> None:
         if not inside or not counted or set(entry.state_codecs) != {state.name for state in spec.states}:
             raise ValueError(f"file {entry.path} does not fit table {entry.table}")
     for named in manifest.stored:
-        parts = named.path.split("/")
-        if parts[0] != CHUNKS or len(parts) != 3 or not _VERSION.fullmatch(parts[1]) or parts[2] in ("", ".", ".."):
+        match = re.fullmatch(rf"(?:{CHUNKS}|{SIBLING})/{_VERSION.pattern}/(?!\.)[^/\\]+", named.path)
+        if not match:
             raise ValueError(f"{named.path!r} is no path of a chunk or blob")
-        if split_version(parts[1]).run_id != manifest.run_id or named.bytes < 0:
+        if match["run"] != manifest.run_id or named.bytes < 0:
             raise ValueError(f"{named.path!r} is not of run {manifest.run_id!r}")
 
 

@@ -11,7 +11,16 @@ from lightning_cpr.errors import ConfigError
 from lightning_cpr.spec import RowBlock, TableSpec
 from lightning_cpr.store.chunk import CHUNK_BYTES
 from lightning_cpr.store.kv import KeyValue
-from lightning_cpr.store.manifest import CHUNKS, Consistency, Kind, ShardRecord, manifest_path, split_version
+from lightning_cpr.store.manifest import (
+    CHUNKS,
+    FOLDER,
+    SIBLING,
+    Consistency,
+    Kind,
+    ShardRecord,
+    manifest_path,
+    split_version,
+)
 from lightning_cpr.store.storage import Storage
 
 POINTS = ("pre_write", "mid_write", "pre_commit", "post_commit")
@@ -26,7 +35,7 @@ class SaveSpec:
     """What every rank passes alike. ``version``: from `new_version_id`; it carries run id, epoch and step.
 
     A base holds every row of every table in ``tables``. A delta holds some rows and inherits the files of the manifest
-    at ``parent``. ``path``: where the manifest goes, relative to the root; by default under ``manifests/``.
+    at ``parent``. ``path``: where the manifest of a base goes, relative to the root; by default under ``manifests/``.
     """
 
     version: str
@@ -43,6 +52,10 @@ class SaveSpec:
     def __post_init__(self) -> None:
         if (self.kind == "delta") != (self.parent is not None):
             raise ConfigError(f"version {self.version}: a delta names its parent, a base has none")
+        if self.path is not None and self.parent is not None:
+            raise ConfigError(f"version {self.version}: only a base has a manifest at a path of its own")
+        if self.parent is not None and not self.parent.startswith(f"{FOLDER}/"):
+            raise ConfigError(f"version {self.version}: {self.parent} can be removed at any time, so it has no deltas")
 
     @property
     def run_id(self) -> str:
@@ -58,7 +71,7 @@ class SaveSpec:
 
     @property
     def folder(self) -> str:
-        return f"{CHUNKS}/{self.version}"
+        return f"{CHUNKS if self.path is None else SIBLING}/{self.version}"
 
     @property
     def manifest(self) -> str:

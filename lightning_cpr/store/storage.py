@@ -109,6 +109,8 @@ class Storage:
             passed = self.intercept(path, buffers) if self.intercept else buffers
             if self._local:
                 return _write_local(full, passed)
+            if getattr(self._fs, "_intrans", False):
+                raise ConfigError(f"the filesystem given for {self.root} is inside a transaction: end it first")
             single = passed[0] if len(passed) == 1 and isinstance(passed[0], bytes) else b"".join(passed)
             self._fs.pipe_file(full, single)
             return len(single)

@@ -12,6 +12,7 @@ from lightning_cpr.errors import CorruptShardError, ManifestError, StorageError
 from lightning_cpr.store.manifest import (
     CHUNKS,
     FOLDER,
+    SIBLING,
     Consistency,
     FileEntry,
     Manifest,
@@ -19,6 +20,7 @@ from lightning_cpr.store.manifest import (
     parse_manifest,
     parse_manifest_path,
     seal,
+    split_version,
     unseal,
 )
 from lightning_cpr.store.storage import Storage
@@ -84,7 +86,7 @@ def newest(
     """The newest version that is whole as far as manifest and file sizes show, walking back over those that are not.
 
     consistency None takes any. exclude: manifest paths not to use, e.g. those whose rows turned out corrupt. Each
-    version passed over for damage is logged as a warning and returned.
+    version passed over for damage is logged as a warning and returned, and so is a newer save that was not committed.
     """
     top = storage.list()
     if top is None:
@@ -99,7 +101,7 @@ def newest(
             if consistency is not None and manifest.consistency != consistency:
                 continue
             check_files(storage, manifest)
-            return Newest(manifest, tuple(skipped), "")
+            return Newest(manifest, tuple(skipped + _torn_since(storage, manifest)), "")
         except (ManifestError, CorruptShardError) as error:
             skipped.append(Problem(ref.path, None, str(error)))
             log.warning("version %s is passed over: %s", ref.version, error)
@@ -118,6 +120,39 @@ def check_files(storage: Storage, manifest: Manifest) -> None:
             of = f"table {stored.table}" if isinstance(stored, FileEntry) else stored.name
             state = "is missing" if found is None else f"has {found} bytes"
             raise CorruptShardError(f"{stored.path} ({of}) {state}, {stored.bytes} were written; use an older version")
+
+
+def torn_versions(storage: Storage, run_id: str | None = None) -> list[VersionRef]:
+    """Versions that have files but no manifest, newest first: saves that were killed, or are being written."""
+    committed = {ref.version for entry in storage.list(FOLDER) or [] if (ref := parse_manifest_path(entry.path))}
+    torn = []
+    for entry in storage.list(CHUNKS) or []:
+        version = entry.path.rpartition("/")[2]
+        if entry.is_dir and version not in committed:
+            try:
+                torn.append(split_version(version))
+            except ManifestError:
+                log.debug("%s is not ours", entry.path)
+    kept = [ref for ref in torn if run_id in (None, ref.run_id)]
+    return sorted(kept, key=lambda ref: (*_age(ref), ref.version), reverse=True)
+
+
+def clean_torn(storage: Storage, committed: Manifest) -> list[str]:
+    """Remove what killed saves of this run left behind, from before a committed version. Returns the versions removed.
+
+    Nothing is removed that any manifest names; an unreadable manifest (ManifestError, CorruptShardError) stops it. Call
+    it on one rank, after a commit.
+    """
+    torn = [ref for ref in torn_versions(storage, committed.run_id) if _age(ref) < _age(committed)]
+    if not torn:
+        return []
+    every = [ref for entry in storage.list(FOLDER) or [] if (ref := parse_manifest_path(entry.path))]
+    needed = {stored.path.split("/")[1] for ref in every for stored in load_manifest(storage, ref).stored}
+    removed = [ref.version for ref in torn if ref.version not in needed]
+    for version in removed:
+        storage.delete_folder(f"{CHUNKS}/{version}")
+        log.info("version %s was never committed; its files are removed", version)
+    return removed
 
 
 def fence(storage: Storage, run_id: str, epoch: int) -> None:
@@ -163,8 +198,20 @@ def replaced_version(storage: Storage, path: str) -> str | None:
 
 
 def remove_files(storage: Storage, version: str) -> None:
-    """Remove the chunks and blobs that a version wrote itself. Its manifest must be gone."""
-    storage.delete_folder(f"{CHUNKS}/{version}")
+    """Remove the chunks and blobs of a version with a manifest at a path of its own, which must be gone."""
+    storage.delete_folder(f"{SIBLING}/{version}")
+
+
+def _age(version: Manifest | VersionRef) -> tuple[int, int]:
+    return version.epoch, version.step
+
+
+def _torn_since(storage: Storage, manifest: Manifest) -> list[Problem]:
+    text = "holds files of a save that was not committed"
+    torn = [ref for ref in torn_versions(storage, manifest.run_id) if _age(ref) > _age(manifest)]
+    for ref in torn:
+        log.warning("%s/%s %s; it is ignored", CHUNKS, ref.version, text)
+    return [Problem(f"{CHUNKS}/{ref.version}", None, text) for ref in torn]
 
 
 def _same_version(storage: Storage, path: str, version: str) -> bool:
@@ -189,7 +236,7 @@ def _versions(storage: Storage, paths: list[str], run_id: str | None) -> list[Ve
             kept.append(ref)
         else:
             log.warning("version %s is ignored: it came after epoch %d had begun", ref.version, begun[ref.run_id])
-    return sorted(kept, key=lambda ref: (ref.epoch, ref.step, ref.version), reverse=True)
+    return sorted(kept, key=lambda ref: (*_age(ref), ref.version), reverse=True)
 
 
 def _read_fence(storage: Storage, run_id: str, epoch: int, refs: list[VersionRef]) -> set[str]:

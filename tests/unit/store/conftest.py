@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor
 
 from lightning_cpr.store import Storage, codec
@@ -15,6 +16,13 @@ from tests.unit.store.helpers import threads
 def no_thread_left() -> Iterator[None]:
     yield
     assert threads() == set()
+
+
+@pytest.fixture(autouse=True)
+def no_memory_left() -> Iterator[None]:
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture

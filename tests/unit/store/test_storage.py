@@ -3,13 +3,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_cpr.errors import ConfigError, CPRError, StorageError
 from lightning_cpr.store import Storage, relative_to
@@ -18,16 +17,14 @@ from lightning_cpr.store.storage import Listed
 
 
 @pytest.fixture(params=["path", "file url", "dirfs", "memory"])
-def any_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+def any_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     made: dict[str, Callable[[], Storage]] = {
         "path": lambda: Storage(str(tmp_path / "root")),
         "file url": lambda: Storage(f"file://{tmp_path}/root/"),
         "dirfs": lambda: Storage("root", fs=DirFileSystem(path=str(tmp_path), fs=fsspec.filesystem("file"))),
         "memory": lambda: Storage("memory://bucket/root"),
     }
-    yield made[request.param]()
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
+    return made[request.param]()
 
 
 @pytest.fixture

@@ -188,7 +188,11 @@ def test_delta_names_a_parent_and_a_base_does_not() -> None:
     with pytest.raises(ConfigError, match="parent"):
         save_spec([table("a", 3, 2)], 1, kind="delta")
     with pytest.raises(ConfigError, match="parent"):
-        save_spec([table("a", 3, 2)], 1, kind="base", parent="x")
+        save_spec([table("a", 3, 2)], 1, kind="base", parent="manifests/x")
+    with pytest.raises(ConfigError, match="can be removed at any time"):
+        save_spec([table("a", 3, 2)], 1, parent="last.ckpt")
+    with pytest.raises(ConfigError, match="only a base"):
+        save_spec([table("a", 3, 2)], 1, parent="manifests/x", path="last.ckpt")
 
 
 def test_a_vanished_parent_commits_nothing(storage: Storage) -> None:
