@@ -183,7 +183,7 @@ class Storage:
             except FileNotFoundError:
                 return None
             return sorted(
-                (Listed(f"{prefix}/{name}".lstrip("/"), *rest) for name, *rest in found),
+                (Listed(f"{prefix}/{name}".lstrip("/"), size, is_dir, at) for name, size, is_dir, at in found),
                 key=lambda listed: listed.path,
             )
 
