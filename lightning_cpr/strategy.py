@@ -12,7 +12,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -64,8 +64,8 @@ class TorchRecStrategy(DDPStrategy):
     Collections on the meta device are allocated shard by shard. Modules that the user wrapped in
     DistributedModelParallel are taken as they are. All ranks save, and a checkpoint is restored after set-up.
 
-    plan, constraints, sharders, topology: see `lightning_cpr.tables.sharding.build_plan`. ``kwargs``: DDPStrategy's own
-    (``timeout``, ``process_group_backend``, ``start_method``, ...) and arguments of DDP for the dense part.
+    plan, constraints, sharders, topology: see `lightning_cpr.tables.sharding.build_plan`. ddp: arguments of
+    DistributedDataParallel for the dense part, e.g. ``{"find_unused_parameters": True}``. The rest is DDPStrategy's.
 
     Raises at set-up:
         UnsupportedError: a module, kernel, precision or Trainer option that would train or save wrongly, by name.
@@ -78,10 +78,27 @@ class TorchRecStrategy(DDPStrategy):
         constraints: Mapping[str, Any] | None = None,
         sharders: Sequence[Any] | None = None,
         topology: Any | None = None,
+        ddp: Mapping[str, Any] | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
-        **kwargs: Any,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        accelerator: Any | None = None,
+        parallel_devices: Any | None = None,
+        cluster_environment: Any | None = None,
+        checkpoint_io: Any | None = None,
+        precision_plugin: Any | None = None,
     ) -> None:
-        super().__init__(timeout=timeout, **kwargs)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            timeout=timeout,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            **(ddp or {}),
+        )
         self._plan = plan
         self._constraints = constraints
         self._sharders = sharders

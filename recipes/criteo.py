@@ -54,7 +54,7 @@ class IdRule:
 
 
 class TsvSource(Source):
-    """Text files, read in order by every rank, each of which parses its own lines only.
+    """Text files, read in order by every rank and worker, each of which parses its own lines only.
 
     start, stop: the good lines that belong to the source; stop None takes all, and their number is then not known.
     Resuming reads over the lines before: cheap against training on them, but not free (npy files are).
@@ -163,9 +163,9 @@ class CriteoDataModule(RecipeDataModule):
         root: str,
         tables: dict[str, int] | int,
         train: list[str] | str = "train.txt",
-        val: list[str] | str = (),  # type: ignore[assignment]
-        test: list[str] | str = (),  # type: ignore[assignment]
-        predict: list[str] | str = (),  # type: ignore[assignment]
+        val: list[str] | str | None = None,
+        test: list[str] | str | None = None,
+        predict: list[str] | str | None = None,
         batch_size: int = 2048,
         val_fraction: float = 1 / 14,
         test_fraction: float = 1 / 14,
@@ -180,7 +180,7 @@ class CriteoDataModule(RecipeDataModule):
             raise ConfigError(f"tables must give at least 2 rows each of {SPARSE[0]} ... {SPARSE[-1]}, in this order")
         self.root = Path(root)
         patterns = zip(STAGES, (train, val, test, predict), strict=True)
-        self._patterns = {stage: [names] if isinstance(names, str) else list(names) for stage, names in patterns}
+        self._patterns = {stage: [names] if isinstance(names, str) else names or [] for stage, names in patterns}
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self.skip_bad = skip_bad
         self._rule = IdRule(tuple(self.tables.values()), out_of_range)

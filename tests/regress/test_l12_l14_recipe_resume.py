@@ -62,7 +62,7 @@ def _fit(data: RecipeDataModule, model: Recorder, ckpt: Path | None = None, **li
 def _data(root: Path, sized: bool, workers: int) -> CriteoDataModule:
     # a split needs the number of lines, so that loader has a length; a whole text file's loader has none
     share = 1 / 3 if sized else 0.0
-    held_out = () if sized else "train.txt"
+    held_out = None if sized else "train.txt"
     return CriteoDataModule(
         str(root), 1000, val=held_out, batch_size=ROWS, val_fraction=0.0, test_fraction=share, num_workers=workers
     )
