@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from lightning_cpr._version import __version__
+from lightning_cpr.arguments import run
 from lightning_cpr.errors import CPRError
 
 TRAINER_COMMANDS = {
@@ -19,7 +20,10 @@ TRAINER_COMMANDS = {
 }
 
 # command: (module, function). Imported when used: `inspect` needs no Trainer, `fit` no plots.
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "plan": ("lightning_cpr.report.planning", "plan_command"),
+    "simulate": ("lightning_cpr.report.planning", "simulate_command"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command in TRAINER_COMMANDS:
             return run_trainer(args)
         if command in COMMANDS:
-            return _run(_function(command), command, args[1:])
+            return run(_function(command), f"lightning-cpr {command}", args[1:])
         print(f"lightning-cpr: no command {command!r}\n\n{usage()}", file=sys.stderr)
         return 2
     except CPRError as e:
@@ -47,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """The text of ``lightning-cpr --help``."""
     lines = ["usage: lightning-cpr COMMAND [options]", "", "commands:"]
-    summaries = {**TRAINER_COMMANDS, **{c: (_function(c).__doc__ or "").partition("\n")[0] for c in COMMANDS}}
+    ours = {c: (_function(c).__doc__ or "").partition("\n")[0].rstrip(".") for c in COMMANDS}
+    summaries = {**TRAINER_COMMANDS, **{c: text[:1].lower() + text[1:] for c, text in ours.items()}}
     lines += [f"  {name:<10} {summary}" for name, summary in summaries.items()]
     return "\n".join([*lines, "", "lightning-cpr COMMAND --help shows a command's options."])
 
@@ -70,13 +75,6 @@ def run_trainer(args: Sequence[str]) -> int:
 def _function(command: str) -> Callable[..., Any]:
     module, name = COMMANDS[command]
     return getattr(import_module(module), name)
-
-
-def _run(function: Callable[..., Any], command: str, args: Sequence[str]) -> int:
-    from jsonargparse import auto_cli
-
-    status = auto_cli(function, args=list(args), prog=f"lightning-cpr {command}", as_positional=True)
-    return int(status or 0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_cpr import CPRCallback, FaultInjector
 from lightning_cpr._lightning import Callback
-from lightning_cpr.checkpoint_io import find_version
+from lightning_cpr.store.find import find_version
 from lightning_cpr.policy.ledger import event_from_json, replay
 from lightning_cpr.report.events import read_events
 from lightning_cpr.store.reader import read_table
