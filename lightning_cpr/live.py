@@ -30,7 +30,8 @@ from lightning_cpr.recovery.guardian import HEARTBEAT_FD_ENV
 from lightning_cpr.recovery.live import Recovery, recover
 from lightning_cpr.recovery.membership import REPLACES_ENV, Epoch, Membership, Timeouts
 from lightning_cpr.spec import Shard, ShardSpec
-from lightning_cpr.state import decode_blob, encode_blob, rng_state, set_rng_state, to_plain
+from lightning_cpr.state import rng_state, set_rng_state, to_plain
+from lightning_cpr.store.blob import decode_blob, encode_blob
 from lightning_cpr.tables.rebind import check_rebindable, drop_traces, rebind, stand_in_group
 from lightning_cpr.tables.replicas import load_replicated_state, replicated_state
 from lightning_cpr.tables.shards import (
