@@ -1,4 +1,4 @@
-"""A process is killed for real: it is replaced, gets its shard from the newest version, and nobody else is restarted."""
+"""A process is killed for real: it is replaced, gets its shard from the newest version, and nobody else restarts."""
 
 from __future__ import annotations
 
