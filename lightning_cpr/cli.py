@@ -25,6 +25,12 @@ LAUNCH = {"run": "start a job as torchrun does; a process that dies is replaced,
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("lightning_cpr.report.planning", "plan_command"),
     "simulate": ("lightning_cpr.report.planning", "simulate_command"),
+    "inspect": ("lightning_cpr.tools.inspect", "inspect_command"),
+    "verify": ("lightning_cpr.tools.verify", "verify_command"),
+    "export": ("lightning_cpr.tools.export", "export_command"),
+    "import": ("lightning_cpr.tools.import_dcp", "import_command"),
+    "diff": ("lightning_cpr.tools.diff", "diff_command"),
+    "gc": ("lightning_cpr.tools.gc", "gc_command"),
 }
 
 
@@ -48,8 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lightning-cpr: no command {command!r}\n\n{usage()}", file=sys.stderr)
         return 2
     except CPRError as e:
-        print(f"lightning-cpr {command}: {e}", file=sys.stderr)
+        print(f"lightning-cpr {command}: {one_line(e)}", file=sys.stderr)
         return 2
+
+
+def one_line(error: CPRError) -> str:
+    """An error's message without the traces of other ranks that follow it; lists are kept."""
+    first, *more = str(error).splitlines() or [""]
+    return " ".join([first, *(line.strip() for line in more)]) if first.endswith(":") else first
 
 
 def usage() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_cpr.errors import ManifestError
 from lightning_cpr.store.blob import decode_blob, rank_blob
-from lightning_cpr.store.manifest import Manifest
+from lightning_cpr.store.manifest import FOLDER, Manifest
 from lightning_cpr.store.reader import read_blob
 from lightning_cpr.store.storage import Storage, relative_to
 from lightning_cpr.store.versions import list_versions, load_manifest, newest
@@ -39,6 +39,15 @@ class Version:
     def rank_blobs(self) -> list[dict[str, Any]]:
         """The blobs of all ranks that saved the version."""
         return [self.blob(rank_blob(rank)) for rank in range(self.manifest.world_size)]
+
+
+def find_root(path: str, storage_options: Mapping[str, Any] | None = None) -> Storage | None:
+    """The root at a path if it has versions; None for a checkpoint file, ``<root>@<version>``, and anything else."""
+    folder, name = relative_to(path.rstrip("/"))
+    if Storage(folder, storage_options).exists(name):
+        return None
+    storage = Storage(path, storage_options)
+    return storage if storage.list(FOLDER) else None
 
 
 def find_version(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Version:

@@ -100,7 +100,7 @@ def run_of(storage: Storage, run_id: str | None = None) -> str:
     """The run whose versions a root holds; ConfigError if it holds several and none is chosen."""
     refs = [ref for entry in storage.list(FOLDER) or [] if (ref := parse_manifest_path(entry.path))]
     runs = sorted({ref.run_id for ref in refs})
-    if run_id is not None and run_id in runs:
+    if run_id is not None and (run_id in runs or _folders(storage, run_id)):
         return run_id
     if run_id is not None or len(runs) != 1:
         known = ", ".join(runs) or "none"
