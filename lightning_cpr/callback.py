@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cpr._lightning import Callback, check_trainer, pl
-from lightning_cpr.checkpoint_io import Version, load_state
+from lightning_cpr.checkpoint_io import VERSION_KEY, Version, load_sound
 from lightning_cpr.errors import (
     CommitError,
     ConfigError,
@@ -37,7 +37,7 @@ from lightning_cpr.saver import BackgroundSaves, Committed, Progress, RunId, Sav
 from lightning_cpr.spec import Shard, ShardSpec
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.storage import Storage
-from lightning_cpr.store.versions import fence, load_manifest, newest
+from lightning_cpr.store.versions import fence, list_versions, load_manifest, newest
 from lightning_cpr.strategy import TorchRecStrategy
 from lightning_cpr.units import seconds as to_seconds
 
@@ -102,6 +102,7 @@ class CPRCallback(Callback):
         self.ledger = Ledger(0)
         self._injector: FaultInjector | None = None
         self._foreign = ""
+        self._own_run: str | None = None
         self._closed: Moment | None = None
         self._saved_step = -1
         self._started = time.monotonic()
@@ -145,33 +146,33 @@ class CPRCallback(Callback):
         self._run = self.job.together(lambda: RunId.of(self.job, self.job.incarnation))
         if self.job.alone:
             return
-        found = self.job.from_rank_0(self._find_run)
-        path, self._foreign = found
+        path, self._own_run, self._foreign = self.job.from_rank_0(self._find_run)
         if path is not None:
             self._resume(trainer, path)
 
-    def _find_run(self) -> tuple[str | None, str]:
-        """(manifest to resume from, why the root may not be used)."""
+    def _find_run(self) -> tuple[str | None, str | None, str]:
+        """(manifest to resume from, the run to go on with, why the root may not be used)."""
         found = newest(self.storage)
         manifest = found.manifest
         if manifest is None:
-            return None, "" if not found.skipped else found.why
+            return None, None, "" if not found.skipped else found.why
         if self.resume == "never":
-            return None, f"it holds run {manifest.run_id} at step {manifest.step}, and resume='never'"
+            return None, None, f"it holds run {manifest.run_id} at step {manifest.step}, and resume='never'"
         for what in ("config", "plan"):
             if getattr(manifest, f"{what}_fingerprint") != getattr(self._run, f"{what}_fingerprint"):
                 model = "other tables or another model" if what == "config" else "another sharding plan or world size"
-                return None, f"its run {manifest.run_id} has {model} than this job"
-        return manifest.path, ""
+                return None, None, f"its run {manifest.run_id} has {model} than this job"
+        return manifest.path, manifest.run_id, ""
 
     def _resume(self, trainer: pl.Trainer, path: str) -> None:
-        def load() -> dict[str, Any]:
-            version = Version(self.storage, load_manifest(self.storage, path))
-            log.info("resuming from %s, step %d", version.name, version.manifest.step)
-            return load_state(version, self.job.rank, self.job.world_size)
-
-        # Lightning restores from what is loaded here, as it does for a ckpt_path; one that the user gave replaces it.
-        trainer._checkpoint_connector._loaded_checkpoint = self.job.together(load)
+        version = self.job.together(lambda: Version(self.storage, load_manifest(self.storage, path), refused=()))
+        log.info("resuming from %s, step %d", version.name, version.manifest.step)
+        checkpoint = load_sound(self.job, version)
+        connector = trainer._checkpoint_connector
+        other = connector._loaded_checkpoint.get(VERSION_KEY)
+        if other is None or other.manifest.step < checkpoint[VERSION_KEY].manifest.step:
+            # Lightning restores from this, as it does for a ckpt_path; one that the user gave replaces it.
+            connector._loaded_checkpoint = checkpoint
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Everything is restored; take up the run that it came from, or begin one."""
@@ -181,11 +182,11 @@ class CPRCallback(Callback):
         assert isinstance(strategy, TorchRecStrategy)
         job, loaded = self.job, strategy.loaded_version
         same_root = loaded is not None and loaded.storage.root == self.storage.root
-        if same_root:
-            assert loaded is not None
-            self._run = RunId(loaded.manifest.run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
-            refs = newest(self.storage, consistency=None, run_id=self._run.run_id).manifest
-            self.epoch = job.broadcast(max(loaded.manifest.epoch, refs.epoch if refs else 0) + 1)
+        # Where a ckpt_path from elsewhere was loaded, the root's own run goes on with that: a root holds one run.
+        run_id = loaded.manifest.run_id if same_root and loaded is not None else self._own_run
+        if run_id is not None:
+            self._run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
+            self.epoch = job.from_rank_0(lambda: list_versions(self.storage, run_id)[0].epoch) + 1
         elif self._foreign:
             raise ForeignRunError(
                 f"{self.root} cannot be used: {self._foreign}. Resume that run with"
@@ -203,6 +204,8 @@ class CPRCallback(Callback):
         self._make_workers()
         step = _step(trainer)
         self._started = time.monotonic()
+        for path in (loaded.refused or ()) if loaded is not None and same_root else ():
+            self._emit("version_refused", version=path, error="damaged")
         self._emit(
             "run_started", run_id=self._run.run_id, epoch=self.epoch, step=step, world_size=job.world_size,
             samples=self.samples, total_elements=self.ledger.total_elements,
@@ -296,8 +299,11 @@ class CPRCallback(Callback):
         if step != self._saved_step and not trainer.interrupted:
             nonce = self.job.broadcast(secrets.token_hex(4))
             self._start_save(trainer, SavePlan(step, f"{self.job.incarnation}-{nonce}"))
-            outcome = self._saves.poll(self.timeout_s)
+            # The save gives up by itself after as long; a moment more, so that its own error is seen.
+            outcome = self._saves.poll(self.timeout_s + 1)
             self._take_outcome(outcome)
+            if outcome is None:
+                raise CommitError(f"the last save, of step {step}, has not ended after {self.timeout_s:g} s")
             if isinstance(outcome, CPRError):
                 raise outcome
         self._emit("run_ended", step=step, samples=self.samples, pls=self.pls)

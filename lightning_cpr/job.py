@@ -113,6 +113,7 @@ class Job:
         first = next(((rank, e) for rank, e in enumerate(errors) if e is not None), None)
         if first is None:
             return result
-        if error is not None:
+        if first[0] == self.rank and error is not None:
             raise error
-        raise type(first[1])(f"rank {first[0]}: {first[1]}") from first[1]
+        # Of one kind everywhere, since the ranks decide by it what they do next.
+        raise type(first[1])(f"rank {first[0]}: {first[1]}") from (error or first[1])

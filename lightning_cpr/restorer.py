@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_cpr._lightning import pl
-from lightning_cpr.checkpoint_io import Version, load_state
+from lightning_cpr.checkpoint_io import Version, load_sound
 from lightning_cpr.errors import CorruptShardError, CPRError, ManifestError, RecoveryError
 from lightning_cpr.job import Job
 from lightning_cpr.policy.ledger import Event, Ledger, charge
@@ -140,9 +140,8 @@ class Restorer:
         problem, bytes_read, rows = None, 0, 0
         try:
             if plan.mode == "full":
-                version = Version(self._storage, manifest)
-                checkpoint = load_state(version, self._job.rank, self._job.world_size)
-                rewind(trainer, checkpoint)
+                # Both fail on all ranks or on none: they are collectives.
+                rewind(trainer, load_sound(self._job, Version(self._storage, manifest)))
                 rows = sum(shard.spec.rows for shard in self._job.owned)
                 bytes_read = sum(f.bytes for f in manifest.files) if self._job.rank == 0 else 0
             elif self._job.rank in failed:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -29,11 +30,18 @@ from lightning_cpr._lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_cpr.checkpoint_io import VERSION_KEY, CPRCheckpointIO, Version, restore_tables
-from lightning_cpr.errors import ConfigError, UnsupportedError
+from lightning_cpr.checkpoint_io import (
+    VERSION_KEY,
+    CPRCheckpointIO,
+    Version,
+    load_sound,
+    restore_tables,
+    version_before,
+)
+from lightning_cpr.errors import ConfigError, CorruptShardError, UnsupportedError
 from lightning_cpr.job import Job
 from lightning_cpr.live import LiveRecovery, under_guardian
-from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length
+from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length, restart_warning
 from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.state import set_rng_state
 from lightning_cpr.tables import sharding
@@ -178,7 +186,7 @@ class TorchRecStrategy(DDPStrategy):
             sharders=self._sharders,
             topology=self._topology,
         )
-        with tables_uninitialised() if self._apart else nullcontext():
+        with tables_uninitialised() if self.live is not None and self.live.apart else nullcontext():
             return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
 
     def _check_training(self, trainer: pl.Trainer, model: nn.Module) -> None:
@@ -309,32 +317,46 @@ class TorchRecStrategy(DDPStrategy):
         with nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
 
-    # Collectives. A replacement that has not joined the others yet answers for itself: see `LiveRecovery`.
+    # Collectives. None while this rank is alone: a replacement that has not joined the others yet (see `LiveRecovery`),
+    # or a rank on which an error ends the Trainer: the others may be anywhere, so nothing waits for them.
 
     @property
-    def _apart(self) -> bool:
-        return self.live is not None and self.live.apart
+    def _failing(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.interrupted
+
+    @property
+    def _alone(self) -> bool:
+        return self._failing or (self.live is not None and self.live.apart)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not self._apart:
+        if not self._alone:
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._apart else super().broadcast(obj, src)
+        return obj if self._alone else super().broadcast(obj, src)
 
-    def reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor if self._apart else super().reduce(tensor, *args, **kwargs)
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor if self._alone else super().reduce(tensor, *args, **kwargs)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self._apart else super().reduce_boolean_decision(decision, all)
+        return decision if self._alone else super().reduce_boolean_decision(decision, all)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return tensor.unsqueeze(0) if self._apart else super().all_gather(tensor, group, sync_grads)
+        return tensor.unsqueeze(0) if self._alone else super().all_gather(tensor, group, sync_grads)
 
     # Checkpoints.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Every rank saves its own shards."""
+        """Every rank saves its own shards. Not while an error is on its way up (``save_on_exception``): then rows,
+        states and dense part may be of different steps, and the other ranks are not here.
+        """
+        if self._failing:
+            log.error(
+                "%s is not saved: an error ends the run inside a batch, where tables and dense parameters are of"
+                " different steps. Resume from the newest version instead (CPRCallback saves them as training goes).",
+                filepath,
+            )
+            return
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -347,6 +369,7 @@ class TorchRecStrategy(DDPStrategy):
 
         Raises:
             IncompatiblePlanError: on every rank, if they fit the model on none. No tensor was changed.
+        CorruptShardError: on every rank, if the version was asked for by name; else the one before it is used.
         """
         model = self.lightning_module
         assert model is not None
@@ -356,11 +379,35 @@ class TorchRecStrategy(DDPStrategy):
         if version is None:  # a survivor's dense state, in a live recovery: rows come from elsewhere
             load_dense_state(model, checkpoint["state_dict"], strict=strict)
             return
-        self.job.together(lambda: restore_tables(version, model, self.optimizers, strict=strict))
+        while True:
+            try:
+                self.job.together(partial(restore_tables, version, model, self.optimizers, strict=strict))
+                break
+            except CorruptShardError as error:
+                # Lightning goes on with this very dict, and has shown it to the module.
+                assert isinstance(checkpoint, dict)
+                older = load_sound(self.job, version_before(self.job, version, error))
+                checkpoint.clear()
+                checkpoint.update(older)
+                version = checkpoint[VERSION_KEY]
+                model.on_load_checkpoint(checkpoint)
         self.job.together(lambda: load_dense_state(model, checkpoint["state_dict"], strict=strict))
         self.loaded_version, self._rng = version, checkpoint.get("rng")
 
     def on_train_start(self) -> None:
+        self._warn_of_a_restart()
+        self._restore_rng()
+
+    def _warn_of_a_restart(self) -> None:
+        if self.loaded_version is None or self.lightning_module is None or not self.is_global_zero:
+            return
+        loop = self.lightning_module.trainer.fit_loop
+        progress = loop.epoch_loop.batch_progress
+        loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+        if warning := restart_warning(loaders, 0 if progress.is_last_batch else progress.current.ready):
+            log.warning(warning)
+
+    def _restore_rng(self) -> None:
         """Random streams are restored as late as can be: making loaders and the sanity check draw from them."""
         if self.live is not None:
             self.live.on_train_start()
@@ -369,9 +416,10 @@ class TorchRecStrategy(DDPStrategy):
         set_rng_state(self._rng)
         self._rng = None
         loop = self.lightning_module.trainer.fit_loop
-        if loop.epoch_loop.batch_progress.is_last_batch or not loop.epoch_loop.batch_progress.current.ready:
+        assert loop._data_fetcher is not None
+        progress = loop.epoch_loop.batch_progress
+        if progress.is_last_batch or not progress.current.ready:
             # At an epoch's start, where the uninterrupted run makes the loader's iterator.
-            assert loop._data_fetcher is not None
             iter(loop._data_fetcher)
 
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -39,7 +40,7 @@ def fused_scalars(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Sca
     scalars: Scalars = {}
     for fqns, kernel in fused_kernels(model):
         module = kernel.emb_module
-        values = {"iter": int(module.iter.item()), "lr": float(module.get_learning_rate())}
+        values = {"iter": int(module.iter.item()), "lr": _rate(kernel)}
         values |= {name: float(getattr(module.optimizer_args, name)) for name in _HYPER}
         scalars |= {fqn: dict(values) for fqn in fqns}
     for info, held in _held(model, optimizers):
@@ -49,6 +50,12 @@ def fused_scalars(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Sca
         if held.ours:
             scalars[info.fqn]["lr"] = float(held.group["lr"])
     return scalars
+
+
+def _rate(kernel: Any) -> float:
+    """The learning rate as it was set; the kernel keeps it in float32."""
+    told, used = kernel.fused_optimizer.param_groups[0]["lr"], float(kernel.emb_module.get_learning_rate())
+    return float(told) if np.float32(told) == np.float32(used) else used
 
 
 def _canonical(name: str) -> str:
