@@ -72,6 +72,22 @@ class Restorer:
         """
         started = time.monotonic()
         self._end_save_in_flight(epoch)
+        return self._bring_back(trainer, failed, at, mode, ledger, started)
+
+    def recover_lost(
+        self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, ledger: Ledger
+    ) -> Recovered:
+        """`recover` for ranks whose processes were replaced: the old group and its saves are gone already."""
+        started = time.monotonic()
+        if self._job.rank == 0:
+            self._job.kv.set("epoch", str(epoch))
+            fence(self._storage, self._run_id, epoch)
+        dist.barrier()
+        return self._bring_back(trainer, failed, at, "partial", ledger, started)
+
+    def _bring_back(
+        self, trainer: pl.Trainer, failed: list[int], at: Progress, mode: Mode, ledger: Ledger, started: float
+    ) -> Recovered:
         refused: list[str] = []
         while True:
             plan, manifest = self._decide(failed, mode, refused)

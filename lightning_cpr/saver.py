@@ -22,6 +22,7 @@ from lightning_cpr.errors import CommitError, CPRError
 from lightning_cpr.job import Job
 from lightning_cpr.spec import RowBlock
 from lightning_cpr.store.background import BackgroundWriter
+from lightning_cpr.store.blob import JOB_BLOB, encode_blob, rank_blob
 from lightning_cpr.store.commit import save
 from lightning_cpr.store.manifest import Consistency, Kind, Manifest, ShardRecord, new_version_id
 from lightning_cpr.store.save import RankPart, SaveIO, SaveReport, SaveSpec
@@ -99,9 +100,9 @@ def rank_part(job: Job, checkpoint: dict[str, Any], blocks: Iterable[RowBlock], 
         "rng": state.to_plain(state.rng_state()),
         "scalars": state.to_plain(fused_scalars(job.module, job.trainer.optimizers)),
     }
-    blobs = {state.rank_blob(job.rank): state.encode_blob(own)}
+    blobs = {rank_blob(job.rank): encode_blob(own)}
     if job.rank == 0:
-        blobs[state.JOB_BLOB] = state.encode_blob(plain)
+        blobs[JOB_BLOB] = encode_blob(plain)
     return RankPart(
         rank=job.rank,
         blocks=blocks,
@@ -202,6 +203,11 @@ class BackgroundSaves:
         self.failed_in_a_row += 1
         self.first_failure = self.first_failure or error
         return error
+
+    def abandon(self, timeout: float) -> None:
+        """Give up the save in flight, whose other ranks may be gone."""
+        self.io.cancel.set()
+        self.close(timeout)
 
     def close(self, timeout: float) -> None:
         """End the save in flight: wait for it, then cancel it. For exceptions and teardown; no collectives."""

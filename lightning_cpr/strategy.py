@@ -40,6 +40,7 @@ from lightning_cpr.checkpoint_io import (
 )
 from lightning_cpr.errors import ConfigError, CorruptShardError, UnsupportedError
 from lightning_cpr.job import Job
+from lightning_cpr.live import LiveRecovery, under_guardian
 from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length, restart_warning
 from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.state import set_rng_state
@@ -50,6 +51,7 @@ from lightning_cpr.tables.dense import (
     load_dense_optimizer_state,
     load_dense_state,
 )
+from lightning_cpr.tables.rebind import tables_uninitialised
 from lightning_cpr.tables.sharding import PlanLike, World
 from lightning_cpr.tables.table_optim import (
     FusedRates,
@@ -116,6 +118,7 @@ class TorchRecStrategy(DDPStrategy):
         self._rng: dict[str, Any] | None = None
         self._rates: FusedRates | None = None
         self._table_optimizers: list[Optimizer] = []
+        self.live = LiveRecovery(self) if under_guardian() else None
 
     @property  # type: ignore[override]
     def checkpoint_io(self) -> CPRCheckpointIO:
@@ -141,6 +144,9 @@ class TorchRecStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         # torchrec reads the ranks of a node from here; torchrun sets it, Lightning's launcher does not.
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
+        if self.live is not None:
+            assert self._timeout is not None
+            self.live.setup_group(self._get_process_group_backend(), self._timeout.total_seconds())
         super().setup_distributed()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -164,6 +170,8 @@ class TorchRecStrategy(DDPStrategy):
         self.job = Job(trainer)
         self.loaded_version, self._rng = None, None
         self.checkpoint_io.attach(self.job)
+        if self.live is not None:
+            self.live.setup(trainer)
 
     def model_to_device(self) -> None:
         """Nothing: tables may be on meta; sharding puts every tensor where it belongs."""
@@ -178,7 +186,8 @@ class TorchRecStrategy(DDPStrategy):
             sharders=self._sharders,
             topology=self._topology,
         )
-        return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
+        with tables_uninitialised() if self.live is not None and self.live.apart else nullcontext():
+            return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
 
     def _check_training(self, trainer: pl.Trainer, model: nn.Module) -> None:
         """Refuses what trains wrongly, and names what trains differently, when tables are updated in backward."""
@@ -264,6 +273,12 @@ class TorchRecStrategy(DDPStrategy):
             self.lightning_module.pause_pipeline()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None = None, **kwargs: Any) -> Any:
+        def run() -> Any:
+            return self._optimizer_step(optimizer, closure, model, **kwargs)
+
+        return run() if self.live is None else self.live.step(run, closure)
+
+    def _optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # Step all before clearing any: the tables of one dense kernel share a gradient tensor.
         for table_optimizer in self._table_optimizers:
@@ -302,29 +317,34 @@ class TorchRecStrategy(DDPStrategy):
         with nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
 
-    # Checkpoints.
+    # Collectives. None while this rank is alone: a replacement that has not joined the others yet (see `LiveRecovery`),
+    # or a rank on which an error ends the Trainer: the others may be anywhere, so nothing waits for them.
 
     @property
     def _failing(self) -> bool:
-        """Whether an error ends the Trainer on this rank: the others may be anywhere, so nothing waits for them."""
         return self.lightning_module is not None and self.lightning_module.trainer.interrupted
 
+    @property
+    def _alone(self) -> bool:
+        return self._failing or (self.live is not None and self.live.apart)
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing while an error is on its way up."""
-        if not self._failing:
+        if not self._alone:
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The own value while an error is on its way up."""
-        return obj if self._failing else super().broadcast(obj, src)
+        return obj if self._alone else super().broadcast(obj, src)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """The own value while an error is on its way up."""
-        return tensor if self._failing else super().reduce(tensor, *args, **kwargs)
+        return tensor if self._alone else super().reduce(tensor, *args, **kwargs)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """The own decision while an error is on its way up."""
-        return decision if self._failing else super().reduce_boolean_decision(decision, all)
+        return decision if self._alone else super().reduce_boolean_decision(decision, all)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return tensor.unsqueeze(0) if self._alone else super().all_gather(tensor, group, sync_grads)
+
+    # Checkpoints.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Every rank saves its own shards. Not while an error is on its way up (``save_on_exception``): then rows,
@@ -353,10 +373,12 @@ class TorchRecStrategy(DDPStrategy):
         """
         model = self.lightning_module
         assert model is not None
-        loaded = checkpoint.get(VERSION_KEY)
-        if not isinstance(loaded, Version):
+        if VERSION_KEY not in checkpoint:
             raise ConfigError("the checkpoint was not loaded by CPRCheckpointIO, so nothing says where its tables are")
-        version = loaded
+        version: Version | None = checkpoint[VERSION_KEY]
+        if version is None:  # a survivor's dense state, in a live recovery: rows come from elsewhere
+            load_dense_state(model, checkpoint["state_dict"], strict=strict)
+            return
         while True:
             try:
                 self.job.together(partial(restore_tables, version, model, self.optimizers, strict=strict))
@@ -387,6 +409,8 @@ class TorchRecStrategy(DDPStrategy):
 
     def _restore_rng(self) -> None:
         """Random streams are restored as late as can be: making loaders and the sanity check draw from them."""
+        if self.live is not None:
+            self.live.on_train_start()
         if self._rng is None or self.lightning_module is None:
             return
         set_rng_state(self._rng)

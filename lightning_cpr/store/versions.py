@@ -6,6 +6,7 @@ import errno
 import logging
 import re
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_cpr.errors import CorruptShardError, ManifestError, StorageError
@@ -17,6 +18,7 @@ from lightning_cpr.store.manifest import (
     FileEntry,
     Manifest,
     VersionRef,
+    is_compaction,
     parse_manifest,
     parse_manifest_path,
     seal,
@@ -26,6 +28,8 @@ from lightning_cpr.store.manifest import (
 from lightning_cpr.store.storage import Storage
 
 log = logging.getLogger(__name__)
+
+THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,10 @@ def newest(
 
 def check_files(storage: Storage, manifest: Manifest) -> None:
     """CorruptShardError naming the first file of a version that is missing or has another size than recorded."""
-    sizes: dict[str, int] = {}
-    for folder in dict.fromkeys(entry.path.rpartition("/")[0] for entry in manifest.stored):
-        sizes |= {entry.path: entry.bytes for entry in storage.list(folder) or []}
+    folders = list(dict.fromkeys(entry.path.rpartition("/")[0] for entry in manifest.stored))
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="cpr-list") as pool:
+        listings = list(pool.map(storage.list, folders))
+    sizes = {entry.path: entry.bytes for listing in listings for entry in listing or []}
     for stored in manifest.stored:
         found = sizes.get(stored.path)
         if found != stored.bytes:
@@ -140,10 +145,11 @@ def torn_versions(storage: Storage, run_id: str | None = None) -> list[VersionRe
 def clean_torn(storage: Storage, committed: Manifest) -> list[str]:
     """Remove what killed saves of this run left behind, from before a committed version. Returns the versions removed.
 
-    Nothing is removed that any manifest names; an unreadable manifest (ManifestError, CorruptShardError) stops it. Call
-    it on one rank, after a commit.
+    Nothing is removed that any manifest names, nor of compactions, which may be in the making; an unreadable manifest
+    (ManifestError, CorruptShardError) stops it. Call it on one rank, after a commit.
     """
     torn = [ref for ref in torn_versions(storage, committed.run_id) if _age(ref) < _age(committed)]
+    torn = [ref for ref in torn if not is_compaction(ref.version)]
     if not torn:
         return []
     every = [ref for entry in storage.list(FOLDER) or [] if (ref := parse_manifest_path(entry.path))]

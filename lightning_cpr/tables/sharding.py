@@ -47,6 +47,7 @@ from lightning_cpr.tables._modules import (  # noqa: E402
     tables,
     walk,
 )
+from lightning_cpr.tables.rebind import STAND_IN  # noqa: E402
 
 Generator: TypeAlias = Callable[..., ParameterSharding]
 PlanLike: TypeAlias = "ShardingPlan | Mapping[str, str | Generator] | str | None"
@@ -163,6 +164,8 @@ def _planned(
             # Without this a planner short of memory picks kernels that `_check_kernel` refuses.
             limits.setdefault(table, ParameterConstraints(compute_kernels=list(KERNELS)))
     planner = EmbeddingShardingPlanner(topology=topology, constraints=limits)
+    if dist.get_backend() == STAND_IN:
+        return planner.plan(model, sharders)  # a replacement is on its own; its plan is compared when it joins
     return planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
 
 
