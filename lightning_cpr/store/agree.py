@@ -72,6 +72,7 @@ def abort(io: SaveIO, spec: SaveSpec, rank: int, doing: str, error: BaseExceptio
         log.warning("version %s: the key-value store does not take the failure: %s", spec.version, lost)
     try:
         io.storage.delete(remove)
+        io.storage.drop_empty(spec.folder)
     except CPRError as kept:
         log.warning("version %s: parts of the aborted save stay for gc: %s", spec.version, kept)
     return _failure(spec, first)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cpr.errors import ConfigError, CorruptShardError
+from lightning_cpr.errors import ConfigError, CorruptShardError, CPRError
 from lightning_cpr.spec import TableSpec
 from lightning_cpr.store.codec import get_codec
 from lightning_cpr.store.manifest import FileEntry, blake2b, digest
@@ -215,7 +215,7 @@ def decode_rows_of(
         mine = {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)}
         try:
             return get_codec(codec).decode(mine, cols, dtype)
-        except (ConfigError, KeyError, RuntimeError) as error:
+        except (CPRError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CorruptShardError(f"{entry.path} (table {entry.table}, {prefix}*): cannot decode: {error}") from error
 
     weight = decode("weight.", entry.codec, entry.cols, spec.dtype)

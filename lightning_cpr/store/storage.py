@@ -96,6 +96,8 @@ class Storage:
         self._fs: fsspec.AbstractFileSystem = fs
         self._base = fs._strip_protocol(root).rstrip("/")
         self._local = isinstance(fs, LocalFileSystem)
+        if self._local:
+            self.root = self._base or "/"
 
     def __repr__(self) -> str:
         return f"Storage({self.root!r})"
@@ -170,7 +172,7 @@ class Storage:
 
     def list(self, prefix: str = "") -> list[Listed] | None:
         """What lies directly under a folder, sorted, never from a cache. None where the folder does not exist."""
-        full = self._full(prefix) if prefix else self._base
+        full = self._full(prefix) if prefix else self._base or "/"
 
         def entries() -> list[Listed] | None:
             try:
@@ -201,8 +203,12 @@ class Storage:
             self._try("delete", path, remove)
 
     def delete_folder(self, prefix: str) -> None:
-        """Remove the objects directly under a folder, and the folder where there is such a thing and it is empty."""
+        """Remove the objects directly under a folder, and then the folder as `drop_empty` does."""
         self.delete(entry.path for entry in self.list(prefix) or [] if not entry.is_dir)
+        self.drop_empty(prefix)
+
+    def drop_empty(self, prefix: str) -> None:
+        """Remove a folder where there is such a thing and it is empty."""
         if self._local:
             try:
                 os.rmdir(self._full(prefix))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 from lightning_cpr.errors import CPRError
 from lightning_cpr.store.coverage import check_coverage
 from lightning_cpr.store.fetch import Fetcher
-from lightning_cpr.store.manifest import FileEntry, Manifest
-from lightning_cpr.store.reader import Progress, read_blob
+from lightning_cpr.store.manifest import BlobEntry, FileEntry, Manifest
+from lightning_cpr.store.reader import THREADS, Progress, read_blob
 from lightning_cpr.store.rows import runs_of
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import Problem
@@ -20,17 +23,13 @@ def verify(storage: Storage, manifest: Manifest, progress: Progress | None = Non
     problems: list[Problem] = []
     fetcher = Fetcher(storage, {spec.fqn: spec for spec in manifest.tables})
     total, done = sum(stored.bytes for stored in manifest.stored), 0
-    for stored in manifest.stored:
-        try:
-            if isinstance(stored, FileEntry):
-                fetcher.check_file(stored)
-            else:
-                read_blob(storage, manifest, stored.name)
-        except CPRError as error:
-            problems.append(Problem(stored.path, stored.table if isinstance(stored, FileEntry) else None, str(error)))
-        done += stored.bytes
-        if progress:
-            progress(done, total)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="cpr-get") as pool:
+        found = pool.map(partial(_check, storage, manifest, fetcher), manifest.stored)
+        for stored, problem in zip(manifest.stored, found, strict=True):
+            problems += [problem] if problem else []
+            done += stored.bytes
+            if progress:
+                progress(done, total)
     if problems:
         return problems
     try:
@@ -41,3 +40,14 @@ def verify(storage: Storage, manifest: Manifest, progress: Progress | None = Non
     except CPRError as error:
         problems.append(Problem(manifest.path, None, str(error)))
     return problems
+
+
+def _check(storage: Storage, manifest: Manifest, fetcher: Fetcher, stored: FileEntry | BlobEntry) -> Problem | None:
+    try:
+        if isinstance(stored, FileEntry):
+            fetcher.check_file(stored)
+        else:
+            read_blob(storage, manifest, stored.name)
+    except CPRError as error:
+        return Problem(stored.path, stored.table if isinstance(stored, FileEntry) else None, str(error))
+    return None

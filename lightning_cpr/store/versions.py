@@ -6,6 +6,7 @@ import errno
 import logging
 import re
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_cpr.errors import CorruptShardError, ManifestError, StorageError
@@ -26,6 +27,8 @@ from lightning_cpr.store.manifest import (
 from lightning_cpr.store.storage import Storage
 
 log = logging.getLogger(__name__)
+
+THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,10 @@ def newest(
 
 def check_files(storage: Storage, manifest: Manifest) -> None:
     """CorruptShardError naming the first file of a version that is missing or has another size than recorded."""
-    sizes: dict[str, int] = {}
-    for folder in dict.fromkeys(entry.path.rpartition("/")[0] for entry in manifest.stored):
-        sizes |= {entry.path: entry.bytes for entry in storage.list(folder) or []}
+    folders = list(dict.fromkeys(entry.path.rpartition("/")[0] for entry in manifest.stored))
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="cpr-list") as pool:
+        listings = list(pool.map(storage.list, folders))
+    sizes = {entry.path: entry.bytes for listing in listings for entry in listing or []}
     for stored in manifest.stored:
         found = sizes.get(stored.path)
         if found != stored.bytes:

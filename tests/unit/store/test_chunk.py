@@ -29,9 +29,9 @@ def spec_of(cols: int, dtype: torch.dtype) -> TableSpec:
 def encode(rows: Tensor, cols: int, dtype: torch.dtype) -> tuple[EncodedChunk, dict[str, Tensor]]:
     g = torch.Generator().manual_seed(len(rows))
     parts = {
-        "weight.raw": torch.randn(len(rows), cols, generator=g).to(dtype),
-        "state.sum.raw": torch.rand(len(rows), 1, generator=g),
-        "state.m.raw": torch.randn(len(rows), cols, generator=g),
+        "weight.values": torch.randn(len(rows), cols, generator=g).to(dtype),
+        "state.sum.values": torch.rand(len(rows), 1, generator=g),
+        "state.m.values": torch.randn(len(rows), cols, generator=g),
     }
     return encode_chunk("t", rows, 4, cols, "raw", {"sum": "raw", "m": "raw"}, parts), parts
 
@@ -71,18 +71,18 @@ def test_round_trip(ids: list[int], cols: int, dtype: torch.dtype, block_bytes: 
     index, tensors = read_all(raw, entry_of(made, cols), spec_of(cols, dtype))
     assert torch.equal(index.rows(), rows)
     weight, states = decode_rows_of(index, spec_of(cols, dtype), tensors, with_states=True)
-    assert torch.equal(weight.view(torch.uint8), parts["weight.raw"].view(torch.uint8))
-    assert torch.equal(states["sum"], parts["state.sum.raw"][:, 0])
-    assert torch.equal(states["m"], parts["state.m.raw"])
+    assert torch.equal(weight.view(torch.uint8), parts["weight.values"].view(torch.uint8))
+    assert torch.equal(states["sum"], parts["state.sum.values"][:, 0])
+    assert torch.equal(states["m"], parts["state.m.values"])
     # Any safetensors reader opens it.
     plain = safetensors.torch.load(raw)
-    assert torch.equal(plain["weight.raw"], parts["weight.raw"])
+    assert torch.equal(plain["weight.values"], parts["weight.values"])
 
 
 def test_nan_payloads_survive() -> None:
     bits = torch.tensor([[0x7FC00123, -1, 0x7F800000, -0x80000000]], dtype=torch.int32)
-    made = encode_chunk("t", torch.tensor([5]), 0, 4, "raw", {}, {"weight.raw": bits.view(torch.float32)})
-    assert torch.equal(safetensors.torch.load(b"".join(made.buffers))["weight.raw"].view(torch.int32), bits)
+    made = encode_chunk("t", torch.tensor([5]), 0, 4, "raw", {}, {"weight.values": bits.view(torch.float32)})
+    assert torch.equal(safetensors.torch.load(b"".join(made.buffers))["weight.values"].view(torch.int32), bits)
 
 
 def test_blocks_are_at_most_a_mebibyte_and_read_alone() -> None:
@@ -93,14 +93,14 @@ def test_blocks_are_at_most_a_mebibyte_and_read_alone() -> None:
     entry = entry_of(made, 64)
     index = read_index(bytearray(raw[: entry.index_bytes]), entry, spec)
     assert (index.block_rows, index.blocks) == (4096, 5)
-    part = next(part for part in index.parts if part.name == "weight.raw")
+    part = next(part for part in index.parts if part.name == "weight.values")
     start, end = index.span(part, 2, 4)
     assert end - start == 2 << 20
     data = bytearray(raw[start:end])
     index.check(part, 2, 4, data)
-    assert torch.equal(index.tensor(part, data), parts["weight.raw"][2 * 4096 : 4 * 4096])
+    assert torch.equal(index.tensor(part, data), parts["weight.values"][2 * 4096 : 4 * 4096])
     data[-1] ^= 1
-    with pytest.raises(CorruptShardError, match=r"chunks/v/f \(table t, weight.raw\): block 3 does not match"):
+    with pytest.raises(CorruptShardError, match=r"chunks/v/f \(table t, weight.values\): block 3 does not match"):
         index.check(part, 2, 4, data)
     with pytest.raises(CorruptShardError, match="cut off"):
         index.check(part, 2, 4, data[:-7])
@@ -118,7 +118,7 @@ def test_every_flipped_byte_of_a_file_is_seen() -> None:
 
 def test_a_tensor_in_place_is_not_copied() -> None:
     weight = torch.randn(1000, 8)
-    made = encode_chunk("t", torch.arange(1000), 0, 8, "raw", {}, {"weight.raw": weight})
+    made = encode_chunk("t", torch.arange(1000), 0, 8, "raw", {}, {"weight.values": weight})
     weight[0, 0] = 42.0
     assert torch.frombuffer(made.buffers[1], dtype=torch.float32)[0] == 42.0
 
@@ -127,8 +127,8 @@ def test_a_tensor_in_place_is_not_copied() -> None:
     "part", [torch.zeros(3, 2), torch.zeros(4, 2, dtype=torch.complex64), torch.zeros(4, 2, device="meta")]
 )
 def test_parts_that_cannot_be_stored_are_refused(part: Tensor) -> None:
-    with pytest.raises(ConfigError, match=r"table t: part weight\.raw"):
-        encode_chunk("t", torch.arange(4), 0, 2, "raw", {}, {"weight.raw": part})
+    with pytest.raises(ConfigError, match=r"table t: part weight\.values"):
+        encode_chunk("t", torch.arange(4), 0, 2, "raw", {}, {"weight.values": part})
 
 
 def forge(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> tuple[bytes, FileEntry]:
@@ -161,14 +161,14 @@ def _meta(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], No
 
 
 HOSTILE = {
-    "wrong dtype": _set("weight.raw", "dtype", "F64"),
-    "unknown dtype": _set("weight.raw", "dtype", "PICKLE"),
-    "wrong shape": _set("weight.raw", "shape", [4, 3]),
-    "negative shape": _set("weight.raw", "shape", [4, -2]),
-    "other rows": _set("weight.raw", "shape", [8, 1]),
-    "huge shape": _set("weight.raw", "shape", [4, 1 << 60]),
-    "offset before the data": _set("weight.raw", "data_offsets", [-64, -32]),
-    "offset beyond the file": _set("weight.raw", "data_offsets", [1 << 50, (1 << 50) + 32]),
+    "wrong dtype": _set("weight.values", "dtype", "F64"),
+    "unknown dtype": _set("weight.values", "dtype", "PICKLE"),
+    "wrong shape": _set("weight.values", "shape", [4, 3]),
+    "negative shape": _set("weight.values", "shape", [4, -2]),
+    "other rows": _set("weight.values", "shape", [8, 1]),
+    "huge shape": _set("weight.values", "shape", [4, 1 << 60]),
+    "offset before the data": _set("weight.values", "data_offsets", [-64, -32]),
+    "offset beyond the file": _set("weight.values", "data_offsets", [1 << 50, (1 << 50) + 32]),
     "index beyond the head": _set("index", "data_offsets", [0, 1 << 40]),
     "another table": _meta("table", "u"),
     "another codec": _meta("codec", "int8"),
@@ -177,8 +177,8 @@ HOSTILE = {
     "small blocks": _meta("block_rows", 1),
     "no metadata": lambda header, meta: header.pop("__metadata__"),
     "no index": lambda header, meta: header.pop("index"),
-    "no state": lambda header, meta: header.pop("state.sum.raw"),
-    "a path for a name": lambda header, meta: header.update({"../../x": header.pop("state.m.raw")}),
+    "no state": lambda header, meta: header.pop("state.sum.values"),
+    "a path for a name": lambda header, meta: header.update({"../../x": header.pop("state.m.values")}),
     "more rows": lambda header, meta: meta["rows"].update(count=1 << 40, end=1 << 40),
 }
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_cpr.errors import ConfigError, CorruptShardError, ManifestError
 from lightning_cpr.spec import ShardSpec, StateSpec, TableSpec
+from lightning_cpr.store import manifest as module
 from lightning_cpr.store.manifest import (
     BlobEntry,
     FileEntry,
@@ -149,6 +151,12 @@ def test_version_ids_carry_run_epoch_and_step() -> None:
     assert (ref.run_id, ref.epoch, ref.step) == ("run", 2, 40)
     with pytest.raises(ManifestError):
         split_version(VERSION + "\n")
+
+
+def test_both_makers_of_digests_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = module.digest(b"abc")
+    monkeypatch.setattr(module, "_OPENSSL", not module._OPENSSL)
+    assert module.digest(b"abc") == first == hashlib.blake2b(b"abc").hexdigest()[:64]
 
 
 def test_manifests_are_frozen() -> None:

@@ -125,7 +125,7 @@ def test_blocks_are_drawn_only_as_fast_as_they_are_written(storage: Storage) -> 
     assert most <= 6
 
 
-def test_rows_that_the_codec_cannot_hold_are_stored_raw_and_counted(storage: Storage, half: str) -> None:
+def test_rows_that_the_codec_cannot_hold_are_stored_raw_and_counted(storage: Storage) -> None:
     t = table("a", 50, 4)
     t.weight = t.weight.half().float()
     t.weight[7, 1] = float("inf")
@@ -133,20 +133,23 @@ def test_rows_that_the_codec_cannot_hold_are_stored_raw_and_counted(storage: Sto
     t.weight[30, 0] = 1e9
     spec = save_spec([t], 1)
     io = SaveIO(storage, LocalKeyValue(), partial(int, 0))
-    report = save(io, spec, RankPart(0, whole([t]), codecs={"a": half}))
+    report = save(io, spec, RankPart(0, whole([t]), codecs={"a": "fp16"}))
     manifest = load_manifest(storage, report.path)
     assert (report.part.raw_rows, report.part.rows, report.part.files) == (3, 50, 2)
-    assert [(f.codec, f.rows, f.row_start, f.row_end) for f in manifest.files] == [(half, 47, 0, 50), ("raw", 3, 7, 31)]
+    assert [(f.codec, f.rows, f.row_start, f.row_end) for f in manifest.files] == [
+        ("fp16", 47, 0, 50),
+        ("raw", 3, 7, 31),
+    ]
     weight, states = read_table(storage, manifest, "a")
     assert torch.equal(weight.view(torch.int32), t.weight.view(torch.int32))
     assert torch.equal(states["sum"], t.states["sum"])
     assert verify(storage, manifest) == []
 
 
-def test_states_have_their_own_codec(storage: Storage, half: str) -> None:
+def test_states_have_their_own_codec(storage: Storage) -> None:
     t = table("a", 20, 4, (ROW, ELEMENT))
     io = SaveIO(storage, LocalKeyValue(), partial(int, 0))
-    report = save(io, save_spec([t], 1), RankPart(0, whole([t]), state_codecs={"exp_avg": half}))
+    report = save(io, save_spec([t], 1), RankPart(0, whole([t]), state_codecs={"exp_avg": "fp16"}))
     _, states = read_table(storage, load_manifest(storage, report.path), "a")
     assert torch.equal(states["exp_avg"], t.states["exp_avg"].half().float())
     assert torch.equal(states["sum"], t.states["sum"])
@@ -389,11 +392,13 @@ def test_a_flipped_blob_is_refused(storage: Storage) -> None:
         read_blob(storage, manifest, "x")
 
 
-def test_source_tensors_are_never_altered(storage: Storage, half: str) -> None:
+def test_source_tensors_are_never_altered(storage: Storage) -> None:
     t = table("a", 50, 4)
     block = whole([t])[0]
     before = (block.weight.clone(), block.states["sum"].clone(), block.rows.clone())
-    save(SaveIO(storage, LocalKeyValue(), partial(int, 0)), save_spec([t], 1), RankPart(0, [block], codecs={"a": half}))
+    save(
+        SaveIO(storage, LocalKeyValue(), partial(int, 0)), save_spec([t], 1), RankPart(0, [block], codecs={"a": "fp16"})
+    )
     assert torch.equal(block.weight, before[0])
     assert torch.equal(block.states["sum"], before[1])
     assert torch.equal(block.rows, before[2])
