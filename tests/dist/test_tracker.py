@@ -194,7 +194,7 @@ def early_lookups_and_aborts(rank: int, world: int) -> None:
     )
     tracker.mark("ec.embedding_bags.p", torch.tensor([[0, 39]]))
     marked = {s: rows for s, rows in listed(tracker.dirty("last")).items() if s.table.endswith("p")}
-    assert [rows for rows in marked.values()] == [[0] if rank == 0 else [19]]
+    assert list(marked.values()) == [[0] if rank == 0 else [19]]
     with pytest.raises(ConfigError, match=r"table 'nope': must be one of ec\.embedding_bags\.p, "):
         tracker.mark("nope")
     with pytest.raises(ConfigError, match=r"rows 0..40 of table ec\.embedding_bags\.p: it has rows 0..39"):
