@@ -45,8 +45,8 @@ from lightning_cpr.tables.table_optim import (
     FusedRates,
     claim_tables,
     drop_fused,
-    fused_optimizer,
     has_fused_updates,
+    tables_optimizer,
     undeclared_fused_tables,
 )
 
@@ -114,8 +114,8 @@ class TorchRecStrategy(DDPStrategy):
         self.model = self._setup_model(self.precision_plugin.convert_module(module))
         self._rates = FusedRates(self.model)
         if fitting:
-            self._check_training(trainer, self.model)
             self.setup_optimizers(trainer)
+            self._check_training(trainer, self.model)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -145,19 +145,21 @@ class TorchRecStrategy(DDPStrategy):
                 f"No optimizer was declared for {', '.join(undeclared)}: fbgemm trains them with SGD at a rate of "
                 f"0.01. Declare one with apply_optimizer_in_backward."
             )
-        if not has_fused_updates(model):
+        fused = has_fused_updates(model)
+        if not fused and not self._table_optimizers:
             return
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         schedules = [cb for cb in callbacks if hasattr(cb, "going_to_accumulate_grad_batches")]
-        if trainer.accumulate_grad_batches > 1 or any(cb.going_to_accumulate_grad_batches() for cb in schedules):
+        accumulates = trainer.accumulate_grad_batches > 1
+        if fused and (accumulates or any(cb.going_to_accumulate_grad_batches() for cb in schedules)):
             raise UnsupportedError(
                 "accumulate_grad_batches > 1: fused tables are updated in every backward, so tables would take one "
                 "step a batch and dense parameters one step a window. Use a larger batch, or 1."
             )
         if getattr(self.precision_plugin, "precision", None) == "16-mixed":
             raise UnsupportedError(
-                "precision='16-mixed': fused tables are updated in backward with the scaled gradient, infinite ones "
-                "included, since they do not know the loss scale. Use precision='bf16-mixed'."
+                "precision='16-mixed': tables are updated by their own optimizers with the scaled gradient, infinite "
+                "ones included, since those do not know the loss scale. Use precision='bf16-mixed'."
             )
         if trainer.gradient_clip_val:
             rank_zero_warn(
@@ -184,9 +186,9 @@ class TorchRecStrategy(DDPStrategy):
 
     @property
     def fused_optimizer(self) -> Any:
-        """TorchRec's optimizer over this rank's fused tables. A rate set in a param group holds from the next batch."""
+        """TorchRec's optimizer over this rank's tables. A rate set in a param group holds from the next batch."""
         assert self.model is not None
-        return fused_optimizer(self.model)
+        return tables_optimizer(self.model)
 
     def add_fused_groups(self, optimizer: Optimizer) -> Optimizer:
         """Lets ``optimizer``'s learning-rate schedulers drive the tables too; returns it. In ``configure_optimizers``::

@@ -34,7 +34,7 @@ def fused_scalars(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Sca
     """``{fqn: {"iter": int, "lr": float, ...}}`` of the tables that this rank holds.
 
     Fused tables: step counter, learning rate, eps, betas, weight decay. Tables in an ordinary optimizer: its step
-    counter and other states that are not rows; their learning rate is in that optimizer's own state.
+    counter and other states that are not rows; their learning rate only if the optimizer is none of the user's.
     """
     scalars: Scalars = {}
     for fqns, kernel in fused_kernels(model):
@@ -46,6 +46,8 @@ def fused_scalars(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Sca
         template = _optim.dense_states(held)[1]
         state = _optim.live_state(held)
         scalars[info.fqn] = {_canonical(name): _plain(name, state[name]) for name in template}
+        if held.ours:
+            scalars[info.fqn]["lr"] = float(held.group["lr"])
     return scalars
 
 
@@ -87,6 +89,8 @@ def load_fused_scalars(
     for info, held in _held(model, optimizers):
         state = _optim.live_state(held)
         saved = scalars.get(info.fqn, {})
+        if held.ours and "lr" in saved:
+            held.group["lr"] = saved["lr"]
         for name in _optim.dense_states(held)[1]:
             if _canonical(name) not in saved:
                 continue

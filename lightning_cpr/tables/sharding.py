@@ -69,7 +69,7 @@ _REFUSED_WORDS = {
 
 def refuse_unsupported(model: nn.Module) -> None:
     """Raises `UnsupportedError`, naming the module, for what lightning_cpr cannot protect yet."""
-    for name, module in _everything(model):
+    for name, module in model.named_modules():
         if isinstance(module, DMPCollection):
             raise UnsupportedError(f"{name or 'the model'} is a DMPCollection: 2D parallelism is not supported yet.")
         if isinstance(module, SHARDED + PLAIN) or type(module).__module__.split(".")[0] != "torchrec":
@@ -83,10 +83,6 @@ def refuse_unsupported(model: nn.Module) -> None:
     for name, module in sharded_collections(model):
         for table, parameter in module.module_sharding_plan.items():
             _check_kernel(f"{name}.{table_container(module)}.{table}", parameter)
-
-
-def _everything(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [("", model), *model.named_modules(), *walk(model)]
 
 
 def _check_kernel(fqn: str, parameter: ParameterSharding) -> None:
