@@ -208,7 +208,7 @@ class CPRCallback(Callback):
         """The model is sharded; Lightning restores a ``ckpt_path`` after this."""
         strategy = trainer.strategy
         assert isinstance(strategy, TorchRecStrategy)
-        self.job: Job = strategy.job
+        self.job: Job = strategy.job.scoped(self.root)
         self.storage = self.job.together(lambda: Storage(self.root, self.storage_options))
         self._events = EventLog(self.storage, self.job.rank)
         if self._injector is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from copy import copy
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -49,6 +50,12 @@ class Job:
         self.kv = self._key_value(str(epoch))
         for name in ("shards", "specs", "plan"):
             self.__dict__.pop(name, None)
+
+    def scoped(self, name: str) -> Job:
+        """The same job with keys of its own: for one of several callbacks, whose saves must not meet."""
+        scoped = copy(self)
+        scoped.kv = dist.PrefixStore(name, cast(dist.Store, self.kv))
+        return scoped
 
     @property
     def module(self) -> pl.LightningModule:

@@ -104,7 +104,7 @@ def raising(rank: int, world: int, folder: str, saves_on_exception: bool) -> Non
     )
     rescue = pl.callbacks.OnExceptionCheckpoint(f"{folder}/rescue")
     trainer = make_trainer(
-        world, TorchRecStrategy(plan=PLAN), callbacks=[Bug(), Settled(cpr), cpr, keeper, rescue],
+        world, TorchRecStrategy(plan=PLAN), callbacks=[Settled(cpr), Bug(), cpr, keeper, rescue],
         enable_checkpointing=True,
     )  # fmt: skip
     trainer.fit(Noting(rank), stateful_loader(rank))

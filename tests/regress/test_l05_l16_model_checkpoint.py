@@ -32,9 +32,9 @@ def kept(rank: int, world: int, folder: str) -> dict[str, Any]:
         "top1": Keeper(f"{folder}/top1", every_n_train_steps=2),  # the newest only
         "best2": Keeper(f"{folder}/best2", every_n_train_steps=2, monitor="score", save_top_k=2, filename="{step}"),
         "all": Keeper(f"{folder}/all", every_n_train_steps=4, save_top_k=-1, save_last=True),
-        "link": Keeper(f"{folder}/link", every_n_train_steps=4, save_top_k=-1, save_last="link"),
-        "same": Keeper(f"{folder}/same", every_n_train_steps=4, save_top_k=-1, filename="name"),
-        "light": Keeper(f"{folder}/light", every_n_train_steps=4, save_weights_only=True),
+        "link": Keeper(f"{folder}/link", every_n_train_steps=3, save_top_k=-1, save_last="link"),
+        "same": Keeper(f"{folder}/same", every_n_train_steps=5, save_top_k=-1, filename="name"),
+        "light": Keeper(f"{folder}/light", every_n_train_steps=9, save_weights_only=True),
     }
     trainer = make_trainer(
         world, TorchRecStrategy(plan=PLAN), max_steps=10, callbacks=[Scores(), *keepers.values()],
@@ -64,13 +64,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if p.name != "chunks")
+    return sorted(p.name for p in folder.iterdir() if p.name != "cpr-chunks")
 
 
 def steps(folder: Path) -> dict[str, int]:
     """The checkpoints of a folder with their steps; checks that there are no files of others."""
     found = {name: find_version(folder / name).manifest for name in names(folder)}
-    assert {p.name for p in (folder / "chunks").iterdir()} == {m.version for m in found.values()}
+    assert {p.name for p in (folder / "cpr-chunks").iterdir()} == {m.version for m in found.values()}
     return {name: manifest.step for name, manifest in found.items()}
 
 
@@ -84,10 +84,15 @@ def test_l05_what_is_removed_is_gone_with_its_files(folder: tuple[Path, list[dic
 def test_l16_last_links_and_numbered_names(folder: tuple[Path, list[dict[str, Any]]]) -> None:
     path, _ = folder
     assert steps(path / "all") == {"epoch=0-step=4.ckpt": 4, "epoch=0-step=8.ckpt": 8, "last.ckpt": 8}
-    assert steps(path / "link") == {"epoch=0-step=4.ckpt": 4, "epoch=0-step=8.ckpt": 8, "last.ckpt": 8}
-    assert os.readlink(path / "link/last.ckpt") == "epoch=0-step=8.ckpt"
-    assert steps(path / "same") == {"name.ckpt": 4, "name-v1.ckpt": 8}
-    assert steps(path / "light") == {"epoch=0-step=8.ckpt": 8}
+    assert steps(path / "link") == {
+        "epoch=0-step=3.ckpt": 3,
+        "epoch=0-step=6.ckpt": 6,
+        "epoch=0-step=9.ckpt": 9,
+        "last.ckpt": 9,
+    }
+    assert os.readlink(path / "link/last.ckpt") == "epoch=0-step=9.ckpt"
+    assert steps(path / "same") == {"name.ckpt": 5, "name-v1.ckpt": 10}
+    assert steps(path / "light") == {"epoch=0-step=9.ckpt": 9}
 
 
 def test_l19_every_flavour_of_weights_only(folder: tuple[Path, list[dict[str, Any]]]) -> None:
