@@ -76,6 +76,11 @@ class Job:
         """All shards of all ranks; the same on every rank."""
         return tables.global_shards(self.module)
 
+    def refresh(self) -> None:
+        """Look at the model again: a reshard has moved its tables."""
+        for name in ("shards", "plan"):
+            self.__dict__.pop(name, None)
+
     @property
     def owned(self) -> list[Shard]:
         """The shards that this rank saves."""
