@@ -11,7 +11,15 @@ import pytest
 
 from lightning_cpr import CPRCallback, CPRCheckpointIO
 from lightning_cpr._lightning import AsyncCheckpointIO, DDPStrategy, pl
-from lightning_cpr.errors import ConfigError, CPRError, ForeignRunError, IncompatiblePlanError, UnsupportedError
+from lightning_cpr.errors import (
+    ConfigError,
+    CPRError,
+    ForeignRunError,
+    IncompatiblePlanError,
+    ManifestError,
+    StorageError,
+    UnsupportedError,
+)
 from lightning_cpr.store import Storage, list_versions, newest
 from lightning_cpr.strategy import TorchRecStrategy
 from tests._ranks import run_ranks
@@ -159,6 +167,25 @@ def test_l22_strict_lists_what_does_not_fit_and_loose_warns(tmp_path: Path) -> N
         assert listed in found["warned"][0]
         same = {k: v for k, v in found["rows"].items() if "bags.d" not in k}
         assert_equal(same, {k: v for k, v in found["saved"].items() if "bags.b" not in k})
+
+
+def differing(rank: int, world: int) -> tuple[str, str]:
+    trainer = make_trainer(world, TorchRecStrategy(plan=PLAN), max_steps=1)
+    trainer.fit(Tiny(), stateful_loader(rank))
+
+    def work() -> None:
+        raise ManifestError("gone") if rank == 0 else StorageError(5, "broken")
+
+    try:
+        trainer.strategy.job.together(work)
+    except CPRError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_ranks_that_fail_differently_raise_one_kind_of_error() -> None:
+    """They decide by it what they do next, e.g. whether an older version is tried."""
+    assert run_ranks(differing, 2, timeout=120) == [("ManifestError", "gone"), ("ManifestError", "rank 0: gone")]
 
 
 def refusals(rank: int, world: int, folder: str) -> dict[str, str]:
