@@ -16,7 +16,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from lightning_cpr._lightning import Callback, pl
 from lightning_cpr.checkpoint_io import find_version
-from lightning_cpr.state import JOB_BLOB
+from lightning_cpr.store.blob import JOB_BLOB
 from lightning_cpr.strategy import TorchRecStrategy
 from lightning_cpr.tables.scalars import fused_kernels, fused_scalars
 from lightning_cpr.tables.shards import dense_state, local_shards, table_specs
