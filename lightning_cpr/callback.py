@@ -10,24 +10,34 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cpr._lightning import Callback, check_trainer, pl
-from lightning_cpr.checkpoint_io import Version, load_state
-from lightning_cpr.errors import CommitError, ConfigError, CPRError, ForeignRunError, UnsupportedError
+from lightning_cpr.checkpoint_io import VERSION_KEY, Version, load_sound
+from lightning_cpr.errors import (
+    CommitError,
+    ConfigError,
+    CPRError,
+    ForeignRunError,
+    RecoveryError,
+    UnsupportedError,
+)
 from lightning_cpr.faults import FaultInjector
 from lightning_cpr.job import Job
 from lightning_cpr.policy.due import Moment, Schedule, due
 from lightning_cpr.policy.ledger import Ledger, event_to_json
+from lightning_cpr.recovery.live import Recovery
 from lightning_cpr.report.events import EventLog, metrics_of
-from lightning_cpr.restorer import Restorer
+from lightning_cpr.restorer import Recovered, Restorer
 from lightning_cpr.saver import BackgroundSaves, Committed, Progress, RunId, SavePlan
+from lightning_cpr.spec import Shard, ShardSpec
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.storage import Storage
-from lightning_cpr.store.versions import fence, load_manifest, newest
+from lightning_cpr.store.versions import fence, list_versions, load_manifest, newest
 from lightning_cpr.strategy import TorchRecStrategy
 from lightning_cpr.units import seconds as to_seconds
 
@@ -92,6 +102,7 @@ class CPRCallback(Callback):
         self.ledger = Ledger(0)
         self._injector: FaultInjector | None = None
         self._foreign = ""
+        self._own_run: str | None = None
         self._closed: Moment | None = None
         self._saved_step = -1
         self._started = time.monotonic()
@@ -133,45 +144,49 @@ class CPRCallback(Callback):
             self._injector.connect(self._events.emit, lambda: self.job.shards)
             self.storage.intercept = self._injector.intercept
         self._run = self.job.together(lambda: RunId.of(self.job, self.job.incarnation))
-        found = self.job.from_rank_0(self._find_run)
-        path, self._foreign = found
+        if self.job.alone:
+            return
+        path, self._own_run, self._foreign = self.job.from_rank_0(self._find_run)
         if path is not None:
             self._resume(trainer, path)
 
-    def _find_run(self) -> tuple[str | None, str]:
-        """(manifest to resume from, why the root may not be used)."""
+    def _find_run(self) -> tuple[str | None, str | None, str]:
+        """(manifest to resume from, the run to go on with, why the root may not be used)."""
         found = newest(self.storage)
         manifest = found.manifest
         if manifest is None:
-            return None, "" if not found.skipped else found.why
+            return None, None, "" if not found.skipped else found.why
         if self.resume == "never":
-            return None, f"it holds run {manifest.run_id} at step {manifest.step}, and resume='never'"
+            return None, None, f"it holds run {manifest.run_id} at step {manifest.step}, and resume='never'"
         for what in ("config", "plan"):
             if getattr(manifest, f"{what}_fingerprint") != getattr(self._run, f"{what}_fingerprint"):
                 model = "other tables or another model" if what == "config" else "another sharding plan or world size"
-                return None, f"its run {manifest.run_id} has {model} than this job"
-        return manifest.path, ""
+                return None, None, f"its run {manifest.run_id} has {model} than this job"
+        return manifest.path, manifest.run_id, ""
 
     def _resume(self, trainer: pl.Trainer, path: str) -> None:
-        def load() -> dict[str, Any]:
-            version = Version(self.storage, load_manifest(self.storage, path))
-            log.info("resuming from %s, step %d", version.name, version.manifest.step)
-            return load_state(version, self.job.rank, self.job.world_size)
-
-        # Lightning restores from what is loaded here, as it does for a ckpt_path; one that the user gave replaces it.
-        trainer._checkpoint_connector._loaded_checkpoint = self.job.together(load)
+        version = self.job.together(lambda: Version(self.storage, load_manifest(self.storage, path), refused=()))
+        log.info("resuming from %s, step %d", version.name, version.manifest.step)
+        checkpoint = load_sound(self.job, version)
+        connector = trainer._checkpoint_connector
+        other = connector._loaded_checkpoint.get(VERSION_KEY)
+        if other is None or other.manifest.step < checkpoint[VERSION_KEY].manifest.step:
+            # Lightning restores from this, as it does for a ckpt_path; one that the user gave replaces it.
+            connector._loaded_checkpoint = checkpoint
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Everything is restored; take up the run that it came from, or begin one."""
+        if self.job.alone:
+            return
         strategy = trainer.strategy
         assert isinstance(strategy, TorchRecStrategy)
         job, loaded = self.job, strategy.loaded_version
         same_root = loaded is not None and loaded.storage.root == self.storage.root
-        if same_root:
-            assert loaded is not None
-            self._run = RunId(loaded.manifest.run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
-            refs = newest(self.storage, consistency=None, run_id=self._run.run_id).manifest
-            self.epoch = job.broadcast(max(loaded.manifest.epoch, refs.epoch if refs else 0) + 1)
+        # Where a ckpt_path from elsewhere was loaded, the root's own run goes on with that: a root holds one run.
+        run_id = loaded.manifest.run_id if same_root and loaded is not None else self._own_run
+        if run_id is not None:
+            self._run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
+            self.epoch = job.from_rank_0(lambda: list_versions(self.storage, run_id)[0].epoch) + 1
         elif self._foreign:
             raise ForeignRunError(
                 f"{self.root} cannot be used: {self._foreign}. Resume that run with"
@@ -186,10 +201,11 @@ class CPRCallback(Callback):
             if self.epoch:
                 fence(self.storage, self._run.run_id, self.epoch)
         trainer.strategy.barrier("CPRCallback.on_train_start")
-        self._saves = BackgroundSaves(job, self._run, self._io())
-        self._restorer = Restorer(job, self.storage, self._run.run_id, self._saves, self.timeout_s, self._emit)
+        self._make_workers()
         step = _step(trainer)
         self._started = time.monotonic()
+        for path in (loaded.refused or ()) if loaded is not None and same_root else ():
+            self._emit("version_refused", version=path, error="damaged")
         self._emit(
             "run_started", run_id=self._run.run_id, epoch=self.epoch, step=step, world_size=job.world_size,
             samples=self.samples, total_elements=self.ledger.total_elements,
@@ -202,11 +218,11 @@ class CPRCallback(Callback):
             # At once, so that there is a version to recover from before the first interval is over.
             self._start_save(trainer, SavePlan(step, f"{job.incarnation}-{step}"))
 
-    def _io(self) -> SaveIO:
-        job = self.job
-        return SaveIO(
-            self.storage, job.kv, epoch=lambda: int(job.kv.get("epoch")), points=self._point, timeout_s=self.timeout_s
-        )
+    def _make_workers(self) -> None:
+        kv = self.job.kv
+        io = SaveIO(self.storage, kv, epoch=lambda: int(kv.get("epoch")), points=self._point, timeout_s=self.timeout_s)
+        self._saves = BackgroundSaves(self.job, self._run, io)
+        self._restorer = Restorer(self.job, self.storage, self._run.run_id, self._saves, self.timeout_s, self._emit)
 
     def _point(self, point: str, step: int) -> None:
         if self._injector is not None:
@@ -283,8 +299,11 @@ class CPRCallback(Callback):
         if step != self._saved_step and not trainer.interrupted:
             nonce = self.job.broadcast(secrets.token_hex(4))
             self._start_save(trainer, SavePlan(step, f"{self.job.incarnation}-{nonce}"))
-            outcome = self._saves.poll(self.timeout_s)
+            # The save gives up by itself after as long; a moment more, so that its own error is seen.
+            outcome = self._saves.poll(self.timeout_s + 1)
             self._take_outcome(outcome)
+            if outcome is None:
+                raise CommitError(f"the last save, of step {step}, has not ended after {self.timeout_s:g} s")
             if isinstance(outcome, CPRError):
                 raise outcome
         self._emit("run_ended", step=step, samples=self.samples, pls=self.pls)
@@ -303,6 +322,39 @@ class CPRCallback(Callback):
     def _recover(self, trainer: pl.Trainer, failed: list[int], at: Progress) -> None:
         self.epoch += 1
         recovered = self._restorer.recover(trainer, failed, at, self.epoch, self.recovery, self.ledger)
+        self._recovered(recovered, failed, at, {})
+
+    def restore_shards(self, recovery: Recovery, lost: Sequence[ShardSpec], shards: Sequence[Shard]) -> None:
+        """A process died and was replaced (`live.RecoveryHook`): its shards come back from the newest version."""
+        trainer, decision = self.job.trainer, recovery.decision
+        if self.recovery == "full":
+            raise RecoveryError("CPRCallback(recovery='full'): everybody goes back, by a restart of the job")
+        if not recovery.lost:
+            self._saves.abandon(self.timeout_s)
+        # What the donor knows of the run; a replacement knows nothing, be it rank 0.
+        told: list[Any] = [None]
+        if self.job.rank == decision.donor:
+            told = [(self._run.run_id, self.epoch, self.job.incarnation, self.state_dict(), self._closed)]
+        dist.broadcast_object_list(told, src=decision.donor)
+        run_id, epoch, incarnation, state, closed = told[0]
+        self._run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
+        self.load_state_dict(state)
+        self._closed, self.epoch = closed, epoch + 1
+        self.job.rejoin(incarnation, recovery.epoch)
+        self._make_workers()
+        failed = sorted({spec.owner for spec in lost} | set(decision.lost))
+        at = Progress(decision.step, self.samples)
+        recovered = self._restorer.recover_lost(trainer, failed, at, self.epoch, self.ledger)
+        phases = {f"{phase}_s": round(seconds, 6) for phase, seconds in recovery.seconds.items()}
+        self._recovered(recovered, failed, at, {"replaced": True, "error": recovery.error, **phases})
+
+    def on_recovered(self, recovery: Recovery, lost: Sequence[ShardSpec]) -> None:
+        """All stand together again (`live.RecoveryHook`)."""
+        if self.job.rank == 0:
+            seconds = {f"{phase}_s": round(value, 6) for phase, value in recovery.seconds.items()}
+            self._emit("rejoined", epoch=self.epoch, step=recovery.decision.step, **seconds)
+
+    def _recovered(self, recovered: Recovered, failed: list[int], at: Progress, more: dict[str, Any]) -> None:
         self.ledger = recovered.ledger
         if recovered.rewound is not None:
             self.samples = recovered.rewound.samples
@@ -313,7 +365,7 @@ class CPRCallback(Callback):
             "recovery", mode=recovered.plan.mode, reason=recovered.plan.reason, failed=failed, step=at.step,
             epoch=self.epoch, version=next(iter(recovered.plan.sources.values())).name, bytes_read=recovered.bytes_read,
             rows=recovered.rows, seconds=round(recovered.seconds, 6), pls=self.pls,
-            total_samples=self._total_samples(), ledger=event_to_json(recovered.event),
+            total_samples=self._total_samples(), ledger=event_to_json(recovered.event), **more,
         )  # fmt: skip
 
     def _total_samples(self) -> int:

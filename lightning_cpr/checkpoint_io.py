@@ -10,12 +10,13 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_cpr._lightning import CheckpointIO
-from lightning_cpr.errors import IncompatiblePlanError, UnsupportedError
+from lightning_cpr.errors import CorruptShardError, IncompatiblePlanError, ManifestError, UnsupportedError
 from lightning_cpr.job import Job
 from lightning_cpr.saver import Progress, RunId, rank_part, save_spec
 from lightning_cpr.store.blob import JOB_BLOB, rank_blob
@@ -25,7 +26,7 @@ from lightning_cpr.store.reader import ReadReport, read_into
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.stage import live_blocks
 from lightning_cpr.store.storage import Storage, relative_to
-from lightning_cpr.store.versions import load_manifest, remove
+from lightning_cpr.store.versions import load_manifest, newest, remove
 from lightning_cpr.tables.dense import load_dense_state
 from lightning_cpr.tables.scalars import load_fused_scalars
 from lightning_cpr.tables.shards import local_shards, table_specs
@@ -90,19 +91,18 @@ class CPRCheckpointIO(CheckpointIO):
         job = self._job
         if job is None:
             return load_state(find_version(path, self.storage_options), rank=0, world_size=1)
-        version = self._agreed(job, path)
-        return job.together(lambda: load_state(version, job.rank, job.world_size))
+        return load_sound(job, self._agreed(job, path))
 
     def _agreed(self, job: Job, path: Any) -> Version:
         """Rank 0 finds the version; the others take the same, however the storage changes meanwhile."""
 
-        def find() -> tuple[str, str]:
+        def find() -> tuple[str, str, tuple[str, ...] | None]:
             version = find_version(path, self.storage_options)
-            return version.storage.root, version.manifest.path
+            return version.storage.root, version.manifest.path, version.refused
 
-        root, manifest = job.from_rank_0(find)
+        root, manifest, refused = job.from_rank_0(find)
         storage = Storage(root, self.storage_options)
-        return Version(storage, load_manifest(storage, manifest))
+        return job.together(lambda: Version(storage, load_manifest(storage, manifest), refused))
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint: the manifest first, then its chunks. One that is not there is no error."""
@@ -140,6 +140,36 @@ def load_state(version: Version, rank: int, world_size: int) -> dict[str, Any]:
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
     checkpoint[VERSION_KEY] = version
     return checkpoint
+
+
+def load_sound(job: Job, version: Version) -> dict[str, Any]:
+    """`load_state` on every rank. Where ``version`` was chosen as the newest and is damaged, of the one before it."""
+    while True:
+        try:
+            return job.together(partial(load_state, version, job.rank, job.world_size))
+        except CorruptShardError as error:
+            version = version_before(job, version, error)
+
+
+def version_before(job: Job, version: Version, damage: CorruptShardError) -> Version:
+    """The newest exact version of a root that is not refused yet; ``damage`` where a version was asked for by name.
+
+    Raises:
+        ManifestError: no sound version is left.
+    """
+    if version.refused is None:
+        raise damage
+    log.error("%s is damaged, the version before it is used: %s", version.name, damage)
+    storage, run_id, refused = version.storage, version.manifest.run_id, (*version.refused, version.manifest.path)
+
+    def find() -> str:
+        manifest = newest(storage, run_id=run_id, exclude=refused).manifest
+        if manifest is None:
+            raise ManifestError(f"{storage.root}: no sound version is left, the oldest failed with: {damage}")
+        return manifest.path
+
+    path = job.from_rank_0(find)
+    return job.together(lambda: Version(storage, load_manifest(storage, path), refused))
 
 
 def restore_tables(

@@ -19,6 +19,8 @@ TRAINER_COMMANDS = {
     "predict": "predict with a model from a config",
 }
 
+LAUNCH = {"run": "start a job as torchrun does; a process that dies is replaced, the others keep pid and memory"}
+
 # command: (module, function). Imported when used: `inspect` needs no Trainer, `fit` no plots.
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("lightning_cpr.report.planning", "plan_command"),
@@ -45,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if command in TRAINER_COMMANDS:
             return run_trainer(args)
+        if command in LAUNCH:
+            return launch(args[1:])
         if command in COMMANDS:
             return run(_function(command), f"lightning-cpr {command}", args[1:])
         print(f"lightning-cpr: no command {command!r}\n\n{usage()}", file=sys.stderr)
@@ -64,7 +68,7 @@ def usage() -> str:
     """The text of ``lightning-cpr --help``."""
     lines = ["usage: lightning-cpr COMMAND [options]", "", "commands:"]
     ours = {c: (_function(c).__doc__ or "").partition("\n")[0].rstrip(".") for c in COMMANDS}
-    summaries = {**TRAINER_COMMANDS, **{c: text[:1].lower() + text[1:] for c, text in ours.items()}}
+    summaries = {**TRAINER_COMMANDS, **LAUNCH, **{c: text[:1].lower() + text[1:] for c, text in ours.items()}}
     lines += [f"  {name:<10} {summary}" for name, summary in summaries.items()]
     return "\n".join([*lines, "", "lightning-cpr COMMAND --help shows a command's options."])
 
@@ -81,6 +85,20 @@ def run_trainer(args: Sequence[str]) -> int:
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
     )
+    return 0
+
+
+def launch(args: Sequence[str]) -> int:
+    """``lightning-cpr run``: torchrun's options and ours."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from lightning_cpr.recovery.launch import run as run_job
+
+    try:
+        run_job(args)
+    except ChildFailedError as e:
+        print(f"lightning-cpr run: the job failed\n{e}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_cpr._lightning import pl
-from lightning_cpr.checkpoint_io import Version, load_state
+from lightning_cpr.checkpoint_io import Version, load_sound
 from lightning_cpr.errors import CorruptShardError, CPRError, ManifestError, RecoveryError
 from lightning_cpr.job import Job
 from lightning_cpr.policy.ledger import Event, Ledger, charge
@@ -72,6 +72,22 @@ class Restorer:
         """
         started = time.monotonic()
         self._end_save_in_flight(epoch)
+        return self._bring_back(trainer, failed, at, mode, ledger, started)
+
+    def recover_lost(
+        self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, ledger: Ledger
+    ) -> Recovered:
+        """`recover` for ranks whose processes were replaced: the old group and its saves are gone already."""
+        started = time.monotonic()
+        if self._job.rank == 0:
+            self._job.kv.set("epoch", str(epoch))
+            fence(self._storage, self._run_id, epoch)
+        dist.barrier()
+        return self._bring_back(trainer, failed, at, "partial", ledger, started)
+
+    def _bring_back(
+        self, trainer: pl.Trainer, failed: list[int], at: Progress, mode: Mode, ledger: Ledger, started: float
+    ) -> Recovered:
         refused: list[str] = []
         while True:
             plan, manifest = self._decide(failed, mode, refused)
@@ -124,9 +140,8 @@ class Restorer:
         problem, bytes_read, rows = None, 0, 0
         try:
             if plan.mode == "full":
-                version = Version(self._storage, manifest)
-                checkpoint = load_state(version, self._job.rank, self._job.world_size)
-                rewind(trainer, checkpoint)
+                # Both fail on all ranks or on none: they are collectives.
+                rewind(trainer, load_sound(self._job, Version(self._storage, manifest)))
                 rows = sum(shard.spec.rows for shard in self._job.owned)
                 bytes_read = sum(f.bytes for f in manifest.files) if self._job.rank == 0 else 0
             elif self._job.rank in failed:

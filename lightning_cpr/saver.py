@@ -27,7 +27,7 @@ from lightning_cpr.store.commit import save
 from lightning_cpr.store.manifest import Consistency, Kind, Manifest, ShardRecord, new_version_id
 from lightning_cpr.store.save import RankPart, SaveIO, SaveReport, SaveSpec
 from lightning_cpr.store.stage import Stager
-from lightning_cpr.store.versions import load_manifest
+from lightning_cpr.store.versions import clean_torn, load_manifest
 from lightning_cpr.tables.scalars import fused_scalars
 from lightning_cpr.tables.shards import plan_fingerprint
 
@@ -174,12 +174,20 @@ class BackgroundSaves:
 
         def work() -> Committed:
             report = save(self.io, spec, part, ledger=ledger)
-            manifest = load_manifest(self.io.storage, report.path) if self.job.rank == 0 else None
-            return Committed(report, stall, manifest)
+            return Committed(report, stall, self._clean(report.path) if self.job.rank == 0 else None)
 
         self._writer.submit(work)
         self._busy = True
         return stall
+
+    def _clean(self, path: str) -> Manifest:
+        """The manifest of a commit, whose run's torn saves from before it are removed."""
+        manifest = load_manifest(self.io.storage, path)
+        try:
+            clean_torn(self.io.storage, manifest)
+        except CPRError as error:
+            log.warning("version %s is committed; torn ones before it stay: %s", manifest.version, error)
+        return manifest
 
     def poll(self, timeout: float = 0.0) -> Committed | CPRError | None:
         """The outcome of the save in flight, once; None if there is none, or it has not ended within ``timeout``."""
@@ -195,6 +203,11 @@ class BackgroundSaves:
         self.failed_in_a_row += 1
         self.first_failure = self.first_failure or error
         return error
+
+    def abandon(self, timeout: float) -> None:
+        """Give up the save in flight, whose other ranks may be gone."""
+        self.io.cancel.set()
+        self.close(timeout)
 
     def close(self, timeout: float) -> None:
         """End the save in flight: wait for it, then cancel it. For exceptions and teardown; no collectives."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_cpr._lightning import pl
 from lightning_cpr.errors import UnsupportedError
+from lightning_cpr.loader import restart_warning
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,9 @@ def rewind(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
             sampler.set_epoch(fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
     loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
     fit_loop._combined_loader_states_to_load = []
+    done = fit_loop.epoch_loop.batch_progress.current.ready
+    if (warning := restart_warning(loader.flattened, done)) and trainer.is_global_zero:
+        log.warning(warning)
     iter(fetcher)
-    fetcher.fetched += fit_loop.epoch_loop.batch_progress.current.ready
+    fetcher.fetched += done
     set_rng_state(checkpoint["rng"])

@@ -23,10 +23,15 @@ _LAST = re.compile(r"last(-v\d+)?\.ckpt")
 
 @dataclass(frozen=True)
 class Version:
-    """A committed version and the storage that holds it."""
+    """A committed version and the storage that holds it.
+
+    refused: where it was chosen as the newest sound one of a root, the manifests passed over for damage so far; None
+    where it was asked for by name, so that no other will do.
+    """
 
     storage: Storage
     manifest: Manifest
+    refused: tuple[str, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -70,7 +75,7 @@ def find_version(path: str | os.PathLike[str], storage_options: Mapping[str, Any
     root, at, wanted = text.rpartition("@")
     storage = Storage(text, storage_options)
     if not at or storage.list() is not None:
-        return Version(storage, newest(storage).require())
+        return Version(storage, newest(storage).require(), refused=())
     storage = Storage(root, storage_options)
     refs = [r for r in list_versions(storage) if wanted in (r.version, str(r.step))]
     if not refs:

@@ -41,10 +41,13 @@ from lightning_cpr.tables._modules import (  # noqa: E402
     collections,
     declared_optimizer,
     sharded_collections,
+    sync_training_mode,
     table_configs,
     table_container,
+    tables,
     walk,
 )
+from lightning_cpr.tables.rebind import STAND_IN  # noqa: E402
 
 Generator: TypeAlias = Callable[..., ParameterSharding]
 PlanLike: TypeAlias = "ShardingPlan | Mapping[str, str | Generator] | str | None"
@@ -66,7 +69,7 @@ _REFUSED_WORDS = {
 
 def refuse_unsupported(model: nn.Module) -> None:
     """Raises `UnsupportedError`, naming the module, for what lightning_cpr cannot protect yet."""
-    for name, module in _everything(model):
+    for name, module in model.named_modules():
         if isinstance(module, DMPCollection):
             raise UnsupportedError(f"{name or 'the model'} is a DMPCollection: 2D parallelism is not supported yet.")
         if isinstance(module, SHARDED + PLAIN) or type(module).__module__.split(".")[0] != "torchrec":
@@ -80,10 +83,6 @@ def refuse_unsupported(model: nn.Module) -> None:
     for name, module in sharded_collections(model):
         for table, parameter in module.module_sharding_plan.items():
             _check_kernel(f"{name}.{table_container(module)}.{table}", parameter)
-
-
-def _everything(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [("", model), *model.named_modules(), *walk(model)]
 
 
 def _check_kernel(fqn: str, parameter: ParameterSharding) -> None:
@@ -137,6 +136,7 @@ def build_plan(
     if isinstance(plan, ShardingPlan):
         built = plan
     elif plan is not None:
+        _check_keys(model, plan)
         built = _hand_made(plain, plan, world, sharders)
     elif plain:
         built = _planned(model, plain, world, constraints or {}, sharders, topology)
@@ -164,11 +164,21 @@ def _planned(
             # Without this a planner short of memory picks kernels that `_check_kernel` refuses.
             limits.setdefault(table, ParameterConstraints(compute_kernels=list(KERNELS)))
     planner = EmbeddingShardingPlanner(topology=topology, constraints=limits)
+    if dist.get_backend() == STAND_IN:
+        return planner.plan(model, sharders)  # a replacement is on its own; its plan is compared when it joins
     return planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
 
 
 def _table_names(module: Any) -> list[str]:
     return list(getattr(module, table_container(module)).keys())
+
+
+def _check_keys(model: nn.Module, plan: Mapping[str, str | Generator] | str) -> None:
+    if isinstance(plan, str):
+        return
+    known = {name for name, _ in collections(model)} | {key for t in tables(model) for key in (t.fqn, t.name)}
+    if unknown := set(plan) - known:
+        raise ConfigError(f"plan= names {sorted(unknown)}, which the model does not have (it has {sorted(known)}).")
 
 
 def _hand_made(
@@ -178,7 +188,6 @@ def _hand_made(
     sharders: list[ModuleSharder[nn.Module]],
 ) -> ShardingPlan:
     by_type = {sharder.module_type: sharder for sharder in sharders}
-    used: set[str] = set()
     chosen: dict[tuple[str, str], str | Generator] = {}
     for name, module in plain:
         for table in _table_names(module):
@@ -187,9 +196,6 @@ def _hand_made(
             if key is None and not isinstance(plan, str):
                 raise ConfigError(f"plan= has no sharding for table {fqn} (keys: {sorted(plan)}).")
             chosen[name, table] = plan if isinstance(plan, str) else plan[key]  # type: ignore[index]
-            used.add(key or "")
-    if not isinstance(plan, str) and (unknown := set(plan) - used):
-        raise ConfigError(f"plan= names {sorted(unknown)}, which the model does not have.")
     ranks = _spread({key for key, how in chosen.items() if how == ShardingType.TABLE_WISE.value}, dict(plain), world)
     built = {}
     for name, module in plain:
@@ -359,14 +365,14 @@ def wrap_dense(module: nn.Module, device: torch.device, group: Any, **ddp_kwargs
 
 
 def _reduced_elsewhere(module: nn.Module) -> list[str]:
-    """Raw names of parameters and buffers that this DDP must not touch."""
-    inner = [
-        name
-        for name, child in module.named_modules()
-        if name and isinstance(child, ShardedModule | DistributedDataParallel | DistributedModelParallel)
-    ]
-    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    return [name for name in names if any(name.startswith(f"{prefix}.") for prefix in inner)]
+    """Names of parameters and buffers that this DDP must not touch, in every spelling that DDP may see them under."""
+    names: set[str] = set()
+    for prefix, child in module.named_modules():
+        if prefix and isinstance(child, ShardedModule | DistributedDataParallel | DistributedModelParallel):
+            # DistributedModelParallel lists its parameters without wrappers, nn.Module with them.
+            members = (*child.named_parameters(), *child.named_buffers(), *nn.Module.named_parameters(child))
+            names |= {f"{prefix}.{name}" for name, _ in (*members, *nn.Module.named_buffers(child))}
+    return sorted(names)
 
 
 def dense_ddp(model: nn.Module) -> DistributedDataParallel | None:
@@ -382,5 +388,6 @@ __all__ = [
     "dense_ddp",
     "refuse_unsupported",
     "shard",
+    "sync_training_mode",
     "wrap_dense",
 ]

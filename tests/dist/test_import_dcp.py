@@ -41,7 +41,9 @@ def _save(rank: int, world: int, folder: str) -> dict[str, Saved]:
     for name, (optimizer, plan_a) in PLANS.items():
         net, sharder = TinyNet(optimizer), EmbeddingBagCollectionSharder()
         per_table = {"a": plan_a, "b": table_wise(rank=1), "c": table_wise(rank=0)}
-        plan = construct_module_sharding_plan(net.ebc, per_table, sharder, world_size=2, local_size=2, device_type="cpu")
+        plan = construct_module_sharding_plan(
+            net.ebc, per_table, sharder, world_size=2, local_size=2, device_type="cpu"
+        )
         dmp = DistributedModelParallel(
             net, ShardingEnv.from_process_group(dist.group.WORLD), torch.device("cpu"),
             ShardingPlan({"ebc": plan}), [sharder],
@@ -57,7 +59,13 @@ def _save(rank: int, world: int, folder: str) -> dict[str, Saved]:
         content = {"model": dmp.state_dict(), "optim": dmp.fused_optimizer.state_dict()}
         dcp.save(content, checkpoint_id=f"{folder}/{name}")
         told[name] = [
-            (s.spec.table, s.spec.row_start, s.spec.col_start, s.weight.clone(), {k: v.clone() for k, v in s.states.items()})
+            (
+                s.spec.table,
+                s.spec.row_start,
+                s.spec.col_start,
+                s.weight.clone(),
+                {k: v.clone() for k, v in s.states.items()},
+            )
             for s in shards
         ]
     dist.destroy_process_group()

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_cpr import CPRCallback, FaultInjector
 from lightning_cpr._lightning import Callback
-from lightning_cpr.store.find import find_version
 from lightning_cpr.policy.ledger import event_from_json, replay
 from lightning_cpr.report.events import read_events
+from lightning_cpr.store.find import find_version
 from lightning_cpr.store.reader import read_table
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.strategy import TorchRecStrategy

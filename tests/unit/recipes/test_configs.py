@@ -15,7 +15,11 @@ from recipes.synthetic import criteo_like_tables
 FOLDER = Path(__file__).parents[3] / "recipes"
 
 
-@pytest.mark.parametrize("name", [p.stem for p in sorted(FOLDER.glob("*.yaml"))])
+# cpr_paper.yaml is the setting of benchmarks/cpr_paper, not a Trainer's config
+NAMES = sorted({p.stem for p in FOLDER.glob("*.yaml")} - {"cpr_paper"})
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_model_and_data_fit(name: str) -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--seed_everything", type=int)
@@ -31,6 +35,6 @@ def test_model_and_data_fit(name: str) -> None:
 
 
 def test_synthetic_names_its_tables() -> None:
-    assert {p.stem for p in FOLDER.glob("*.yaml")} == {"movielens", "synthetic", "criteo_kaggle", "criteo_terabyte"}
+    assert set(NAMES) == {"movielens", "synthetic", "criteo_kaggle", "criteo_terabyte"}
     text = "".join((FOLDER / "synthetic.yaml").read_text().split())
     assert "{" + ",".join(f"{k}:{v}" for k, v in criteo_like_tables(1_000_000).items()) + "}" in text
