@@ -2,7 +2,9 @@
 
     python -m benchmarks.restore_chain [--full] [--out results.json]
 
-All four restores read the same data in the same process, one after the other in each round; every one is checked bit
+naive: every file, oldest first. chain: `read_into`, which takes each row from the newest file. compacted: the same after
+`compact`. tail: the worst moment where every tenth increment is compacted, nine increments on top. base: a full base.
+All restores read the same data in the same process, one after the other in each round; every one is checked bit
 for bit. The ratios are medians over the rounds.
 """
 
@@ -42,6 +44,7 @@ from lightning_cpr.store.resolve import Need
 
 INCREMENTS = 150
 TOUCHED = 0.26
+TAIL = 9
 ZIPF = 1.05
 COLS = 64
 FQN = "model.embedding_bags.items"
@@ -86,9 +89,11 @@ class Trained:
         assert torch.equal(target.states["sum"], self.sum)
 
 
-def write(storage: Storage, table: Trained, step: int, rows: torch.Tensor, parent: Manifest | None) -> Manifest:
+def write(
+    storage: Storage, table: Trained, step: int, rows: torch.Tensor, parent: Manifest | None, nonce: str = "n"
+) -> Manifest:
     kind = "delta" if parent else "base"
-    version = new_version_id("bench", 0, step, "n")
+    version = new_version_id("bench", 0, step, nonce)
     spec = SaveSpec(version, step, kind, "exact", 1, (table.spec,), parent=parent.path if parent else None)
     report = save(SaveIO(storage, LocalKeyValue(), partial(int, 0)), spec, RankPart(0, [table.block(rows)]))
     return load_manifest(storage, report.path)
@@ -116,8 +121,17 @@ def measure(folder: str, rows: int, rounds: int) -> dict[str, object]:
     table = Trained(rows)
     every = torch.arange(rows)
     last = write(chain_root, table, 0, every, None)
+    tail = None
     for step in range(1, INCREMENTS + 1):
-        last = write(chain_root, table, step, table.touch(), last)
+        touched = table.touch()
+        last = write(chain_root, table, step, touched, last)
+        if step == INCREMENTS - TAIL:
+            early = compact(chain_root, last)
+            assert early is not None
+            tail = early.manifest
+        elif tail is not None:
+            tail = write(chain_root, table, step, touched, tail, "tail")
+    assert tail is not None
     base = write(base_root, table, INCREMENTS, every, None)
     started = time.perf_counter()
     done = compact(chain_root, last)
@@ -127,6 +141,7 @@ def measure(folder: str, rows: int, rounds: int) -> dict[str, object]:
         "naive": partial(replay, chain_root, last),
         "chain": partial(smart, chain_root, last),
         "compacted": partial(smart, chain_root, done.manifest),
+        "tail": partial(smart, chain_root, tail),
         "base": partial(smart, base_root, base),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -147,6 +162,7 @@ def measure(folder: str, rows: int, rounds: int) -> dict[str, object]:
         "median_s": {name: statistics.median(times) for name, times in seconds.items()}, "seconds": seconds,
         "compaction": {"seconds": compacting, "bytes_read": done.bytes_read, "bytes_written": done.bytes_written},
         "chain_faster_than_naive": ratio("naive", "chain"), "chain_of_base": ratio("chain", "base"),
+        "tail": TAIL, "tail_faster_than_naive": ratio("naive", "tail"), "tail_of_base": ratio("tail", "base"),
         "compacted_faster_than_naive": ratio("naive", "compacted"), "compacted_of_base": ratio("compacted", "base"),
     }  # fmt: skip
 
@@ -168,9 +184,9 @@ def main() -> None:
         "python": platform.python_version(), "torch": torch.__version__, "lightning_cpr": __version__,
         "torch_threads": torch.get_num_threads(), "storage": "local disk, in the page cache",
     }  # fmt: skip
-    for name in ("naive", "chain", "compacted", "base"):
+    for name in ("naive", "chain", "compacted", "tail", "base"):
         print(f"{name:10} {found['median_s'][name]:8.3f} s")
-    for name in ("chain", "compacted"):
+    for name in ("chain", "compacted", "tail"):
         faster, of_base = found[f"{name}_faster_than_naive"], found[f"{name}_of_base"]
         print(f"{name}: {faster:.2f}x faster than oldest-first replay, {of_base:.2f}x the time of a base")
     if args.out:
