@@ -200,8 +200,10 @@ class CPRCallback(Callback):
         others = [c for c in callbacks if c is not self]
         if any(isinstance(c, CPRCallback) and c.root == self.root for c in others):
             raise ConfigError(f"two CPRCallbacks save to {self.root}: give each its own root")
-        # After the other callbacks, so that what they keep of a batch is in the version of that batch.
-        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+        # After the other callbacks, so that what they keep of a batch is in the version of that batch; samples are
+        # counted before them, so that whoever saves at a batch's end has those of that batch.
+        others = [c for c in others if not (isinstance(c, _Count) and c.owner is self)]
+        trainer.callbacks = [_Count(self), *others, self]  # type: ignore[attr-defined]
         self._injector = next((c for c in others if isinstance(c, FaultInjector)), None)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -343,7 +345,6 @@ class CPRCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = _step(trainer)
-        self.samples += _batch_size(batch) * self.job.world_size
         lost = self._injector.take_wiped() if self._injector is not None else []
         if lost:
             self._recover(trainer, lost, Progress(step, self.samples))
@@ -581,6 +582,18 @@ class CPRCallback(Callback):
         trainer = self.job.trainer
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+class _Count(Callback):
+    """Counts the samples of its owner."""
+
+    def __init__(self, owner: CPRCallback) -> None:
+        self.owner = owner
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.owner.samples += _batch_size(batch) * trainer.world_size
 
 
 def _step(trainer: pl.Trainer) -> int:

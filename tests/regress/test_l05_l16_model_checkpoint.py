@@ -10,6 +10,7 @@ import pytest
 
 from lightning_cpr._lightning import Callback, pl
 from lightning_cpr.checkpoint_io import find_version
+from lightning_cpr.store import Storage, load_manifest
 from lightning_cpr.strategy import TorchRecStrategy
 from tests._ranks import run_ranks
 from tests._tiny import Tiny, make_trainer
@@ -70,7 +71,8 @@ def names(folder: Path) -> list[str]:
 def steps(folder: Path) -> dict[str, int]:
     """The checkpoints of a folder with their steps; checks that there are no files of others."""
     found = {name: find_version(folder / name).manifest for name in names(folder)}
-    assert {p.name for p in (folder / "cpr-chunks").iterdir()} == {m.version for m in found.values()}
+    own = {load_manifest(Storage(str(folder)), name).version for name in found}
+    assert {p.name for p in (folder / "cpr-chunks").iterdir()} == own
     return {name: manifest.step for name, manifest in found.items()}
 
 
@@ -91,7 +93,7 @@ def test_l16_last_links_and_numbered_names(folder: tuple[Path, list[dict[str, An
         "last.ckpt": 9,
     }
     assert os.readlink(path / "link/last.ckpt") == "epoch=0-step=9.ckpt"
-    assert steps(path / "same") == {"name.ckpt": 5, "name-v1.ckpt": 10}
+    assert steps(path / "same") == {"name.ckpt": 10}  # its own file, written anew
     assert steps(path / "light") == {"epoch=0-step=9.ckpt": 9}
 
 
@@ -107,19 +109,19 @@ def test_l19_every_flavour_of_weights_only(folder: tuple[Path, list[dict[str, An
             assert_equal(ours["best2/step=6.ckpt", flag], ours["best2/step=6.ckpt", None])
 
 
-def extended(rank: int, world: int, folder: str, until: int) -> tuple[list[int], int, list[float]]:
+def extended(rank: int, world: int, folder: str, until: int, path: str | None = "last") -> tuple[list[int], int]:
     keeper = Keeper(folder, every_n_train_steps=5, save_top_k=-1, save_last=True)
     trainer = make_trainer(
         world, TorchRecStrategy(plan=PLAN), max_steps=until, callbacks=[keeper], enable_checkpointing=True
     )
     model = Noting(rank, dense="adam")
-    trainer.fit(model, stateful_loader(rank), ckpt_path="last")
-    return model.ids, trainer.global_step, model.losses
+    trainer.fit(model, stateful_loader(rank), ckpt_path=path)
+    return model.ids, trainer.global_step
 
 
 def test_l16_last_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     for number, until in enumerate((5, 10, 15)):
-        for ids, step, _ in run_ranks(extended, 2, str(tmp_path), until, timeout=120):
+        for ids, step in run_ranks(extended, 2, str(tmp_path), until, timeout=120):
             assert ids == list(range(until - 5, until))
             assert step == until
         if number == 1:
@@ -127,5 +129,13 @@ def test_l16_last_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
             for name in names(tmp_path):
                 at = 2_000_000_000 - 1000 * find_version(tmp_path / name).manifest.step
                 os.utime(tmp_path / name, (at, at))
-    assert len([n for n in names(tmp_path) if n.startswith("last")]) == 3
-    assert {find_version(tmp_path / n).manifest.step for n in names(tmp_path) if n.startswith("last")} == {15}
+    # A run from the start in the same folder: its last is the newest file, of a lower step.
+    run_ranks(extended, 2, str(tmp_path), 5, None, timeout=120)
+    listed = steps(tmp_path)
+    assert listed.pop("last-v1.ckpt") == 15  # whichever of the two is asked for
+    assert listed == {
+        "epoch=0-step=5.ckpt": 5, "epoch=0-step=5-v1.ckpt": 5, "epoch=0-step=10.ckpt": 10, "epoch=0-step=15.ckpt": 15,
+        "last.ckpt": 15,
+    }  # fmt: skip
+    for ids, step in run_ranks(extended, 2, str(tmp_path), 20, timeout=120):
+        assert (ids, step) == (list(range(15, 20)), 20)
