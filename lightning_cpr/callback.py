@@ -11,13 +11,15 @@ import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cpr._lightning import Callback, check_trainer, pl
+from lightning_cpr.chain import Chain, next_content
 from lightning_cpr.checkpoint_io import VERSION_KEY, Version, load_sound
+from lightning_cpr.controller import Bits, Controller, Fixed, RecoveryChoice
 from lightning_cpr.errors import (
     CommitError,
     ConfigError,
@@ -28,17 +30,23 @@ from lightning_cpr.errors import (
 )
 from lightning_cpr.faults import FaultInjector
 from lightning_cpr.job import Job
-from lightning_cpr.policy.due import Moment, Schedule, due
+from lightning_cpr.policy import check
+from lightning_cpr.policy.baseline import POLICIES, BaselinePolicy
+from lightning_cpr.policy.due import Due, Moment, Schedule, due
 from lightning_cpr.policy.ledger import Ledger, event_to_json
+from lightning_cpr.policy.priority import VARIANTS, PriorityConfig, Variant, choose_variant, select_tables
+from lightning_cpr.policy.setting import Mtbf, Setting
 from lightning_cpr.recovery.live import Recovery
+from lightning_cpr.recovery.plan import Mode
 from lightning_cpr.report.events import EventLog, metrics_of
 from lightning_cpr.restorer import Recovered, Restorer
-from lightning_cpr.saver import BackgroundSaves, Committed, Progress, RunId, SavePlan
+from lightning_cpr.saver import BITS, BackgroundSaves, Committed, Progress, RunId, SavePlan
 from lightning_cpr.spec import Shard, ShardSpec
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import fence, list_versions, load_manifest, newest
 from lightning_cpr.strategy import TorchRecStrategy
+from lightning_cpr.tables.tracker import RowTracker
 from lightning_cpr.units import seconds as to_seconds
 
 log = logging.getLogger(__name__)
@@ -50,9 +58,31 @@ class CPRCallback(Callback):
     Args:
         root: where versions, events and parts lie: a folder or an fsspec URL (``s3://bucket/job42``).
         save_every_n_steps: save at each multiple of this many batches; or
-        save_interval: save when this much time has passed since the last save: seconds, or "90s", "30min", "1h".
+        save_interval: save when this much time has passed since the last save: seconds, or "90s", "30min", "1h". With
+            neither, the planner finds the interval that costs least and keeps to ``target_pls``, from what it measures
+            of this job: its speed, its failures, what saves and recoveries take.
+        target_pls: the portion of lost samples, in (0, 1], that all failures of the run together may cost on average.
+        mtbf: mean time between failures of the whole job: seconds, or "28h". None: estimated from this job's failures,
+            starting from 20 h.
+        max_pls: a failure that would bring the PLS above it is recovered in full. None: for ``recovery="auto"`` twice
+            the target, for ``"partial"`` no limit.
         recovery: ``"partial"``: only the failed ranks' shards are restored, everybody else keeps what it has;
-            ``"full"``: everybody goes back to the newest exact version.
+            ``"full"``: everybody goes back to the newest exact version; ``"auto"``: the planner's choice.
+        incremental: which saves are bases and which hold only the rows that changed (Check-N-Run). ``"intermittent"``:
+            since the base, and a new base when that is cheaper; ``"one_shot"``: always since the first base;
+            ``"consecutive"``: since the last version; ``"full"``: every save is a base.
+        bits: per saved weight. None: saved bit for bit. 8, 4, 3, 2: quantized, so that what a restore brings back has
+            an error (`store.codec`; optimizer states have none); ``"auto"``: chosen from the restores to be expected,
+            and 8 once there were more.
+        priority: which rows go first, in saves every ``ratio`` of an interval. ``"mfu"``: those looked up most since
+            they were saved; ``"ssu"``: those seen in every second batch; ``"scar"``: those that moved farthest (keeps
+            a copy of the tables); ``"vanilla"``: no such saves. ``"auto"``: mfu or ssu, as memory allows, where the
+            planner sets the interval, else vanilla.
+        ratio: share of the rows, and of the interval, of a priority save, in (0, 1].
+        priority_tables: names of the tables that priorities choose rows of; None: the largest ones, with 99 % of the
+            rows. Of the others each save holds every changed row.
+        exact_close: each interval ends with a version that is exact: of one step. False: as in CPR's paper, only the
+            bases are, and a restart goes back to one.
         resume: ``"auto"``: a run that is in ``root`` already goes on from its newest valid version, unless the Trainer
             is given a ``ckpt_path``; ``"never"``: ``root`` must not hold a run, unless ``ckpt_path`` points there.
         storage_options: for fsspec, e.g. credentials. Never logged, never stored.
@@ -60,7 +90,8 @@ class CPRCallback(Callback):
         max_failed_saves: after this many failed saves in a row the run ends with the first cause; training goes on
             until then, and every failure is logged and counted.
 
-    Metrics ``cpr/*`` go to the Trainer's loggers, events to ``events.jsonl`` under ``root``.
+    Metrics ``cpr/*`` go to the Trainer's loggers, events to ``events.jsonl`` under ``root``. Code that writes table
+    weights itself calls `mark_dirty`.
 
     Raises at set-up:
         UnsupportedError: the Trainer's strategy is not `TorchRecStrategy`.
@@ -74,38 +105,68 @@ class CPRCallback(Callback):
         *,
         save_every_n_steps: int | None = None,
         save_interval: float | str | None = None,
-        recovery: Literal["partial", "full"] = "partial",
+        target_pls: float = 0.1,
+        mtbf: float | str | None = None,
+        max_pls: float | None = None,
+        recovery: RecoveryChoice = "auto",
+        incremental: BaselinePolicy = "intermittent",
+        bits: Bits | None = None,
+        priority: Variant | Literal["auto"] = "auto",
+        ratio: float = 0.125,
+        priority_tables: Sequence[str] | None = None,
+        exact_close: bool = True,
         resume: Literal["auto", "never"] = "auto",
         storage_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
         max_failed_saves: int = 3,
     ) -> None:
         super().__init__()
-        if recovery not in ("partial", "full"):
-            raise ConfigError(f"recovery={recovery!r}: use 'partial' or 'full'")
-        if resume not in ("auto", "never"):
-            raise ConfigError(f"resume={resume!r}: use 'auto' or 'never'")
+        check.one_of("recovery", recovery, get_args(RecoveryChoice))
+        check.one_of("incremental", incremental, POLICIES)
+        check.one_of("priority", priority, (*VARIANTS, "auto"))
+        check.one_of("resume", resume, ("auto", "never"))
+        check.share("target_pls", target_pls)
+        check.share("ratio", ratio)
+        if bits not in (*BITS, "auto"):
+            raise ConfigError(f"bits={bits!r}: must be one of {', '.join(map(repr, BITS))}, 'auto'")
+        if max_pls is not None:
+            check.share("max_pls", max_pls)
+            if max_pls < target_pls:
+                raise ConfigError(f"max_pls={max_pls}: must be at least target_pls={target_pls}")
         if not (timeout_s > 0 and math.isfinite(timeout_s)) or max_failed_saves < 1:
             raise ConfigError(f"timeout_s={timeout_s}, max_failed_saves={max_failed_saves}: above 0, and 1 or more")
-        if save_every_n_steps is None and save_interval is None:
-            save_interval = "30min"
-        interval = None if save_interval is None else to_seconds(save_interval)
-        self.schedule = Schedule(steps=save_every_n_steps, seconds=interval)
+        planned = save_every_n_steps is None and save_interval is None
+        if priority == "auto" and not planned:
+            priority = "vanilla"
+        schedule = None
+        if not planned:
+            seconds = None if save_interval is None else to_seconds(save_interval)
+            schedule = Schedule(save_every_n_steps, seconds, 1.0 if priority == "vanilla" else ratio)
+        self._fixed = Fixed(schedule, recovery, bits, max_pls)
         self.root = root.rstrip("/")
-        self.recovery = recovery
+        self.target_pls = target_pls
+        self.mtbf = Mtbf() if mtbf is None else Mtbf(to_seconds(mtbf), None)
+        self.incremental = incremental
+        self.priority = priority
+        self.ratio = ratio
+        self.priority_tables = priority_tables
+        self.exact_close = exact_close
         self.resume = resume
         self.storage_options = storage_options
         self.timeout_s = timeout_s
         self.max_failed_saves = max_failed_saves
         self.samples = 0
-        self.counts = {"commits": 0, "skipped": 0, "failed": 0, "recoveries": 0}
+        self.counts = {"commits": 0, "skipped": 0, "failed": 0, "recoveries": 0, "hooks_lost": 0}
         self.ledger = Ledger(0)
         self._injector: FaultInjector | None = None
         self._foreign = ""
         self._own_run: str | None = None
         self._closed: Moment | None = None
+        self._prioritised: Moment | None = None
         self._saved_step = -1
         self._started = time.monotonic()
+        self._cycle_stall = 0.0
+        self._planner_state: Any = None
 
     @property
     def state_key(self) -> str:
@@ -115,6 +176,16 @@ class CPRCallback(Callback):
     def pls(self) -> float:
         """The portion of lost samples so far (CPR, section 4)."""
         return self.ledger.pls(self._total_samples())
+
+    def mark_dirty(self, table: str, rows: Tensor | None = None) -> None:
+        """Say that rows of a table (global numbers; None: all) were written by other means than training steps, so that
+        the next delta holds them. Call it on every rank; before training starts there is no need to.
+
+        Raises:
+            ConfigError: no such table, or no such rows.
+        """
+        if hasattr(self, "_saves"):
+            self._saves.tracker.mark(table, rows)
 
     # Set-up and resume
 
@@ -129,15 +200,17 @@ class CPRCallback(Callback):
         others = [c for c in callbacks if c is not self]
         if any(isinstance(c, CPRCallback) and c.root == self.root for c in others):
             raise ConfigError(f"two CPRCallbacks save to {self.root}: give each its own root")
-        # After the other callbacks, so that what they keep of a batch is in the version of that batch.
-        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+        # After the other callbacks, so that what they keep of a batch is in the version of that batch; samples are
+        # counted before them, so that whoever saves at a batch's end has those of that batch.
+        others = [c for c in others if not (isinstance(c, _Count) and c.owner is self)]
+        trainer.callbacks = [_Count(self), *others, self]  # type: ignore[attr-defined]
         self._injector = next((c for c in others if isinstance(c, FaultInjector)), None)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The model is sharded; Lightning restores a ``ckpt_path`` after this."""
         strategy = trainer.strategy
         assert isinstance(strategy, TorchRecStrategy)
-        self.job: Job = strategy.job
+        self.job: Job = strategy.job.scoped(self.root)
         self.storage = self.job.together(lambda: Storage(self.root, self.storage_options))
         self._events = EventLog(self.storage, self.job.rank)
         if self._injector is not None:
@@ -201,7 +274,9 @@ class CPRCallback(Callback):
             if self.epoch:
                 fence(self.storage, self._run.run_id, self.epoch)
         trainer.strategy.barrier("CPRCallback.on_train_start")
-        self._make_workers()
+        self._controller = Controller(self._fixed, self._setting(), self._emit, self.counts["recoveries"])
+        self._controller.restore(self._planner_state)
+        self._make_workers(self._make_tracker(), Chain())
         step = _step(trainer)
         self._started = time.monotonic()
         for path in (loaded.refused or ()) if loaded is not None and same_root else ():
@@ -213,16 +288,52 @@ class CPRCallback(Callback):
         )  # fmt: skip
         if same_root:
             assert loaded is not None
+            job.together(lambda: self._restorer.holds(loaded.manifest))
             self._saved_step, self._closed = loaded.manifest.step, Moment(step, 0.0)
         else:
             # At once, so that there is a version to recover from before the first interval is over.
-            self._start_save(trainer, SavePlan(step, f"{job.incarnation}-{step}"))
+            self._start_save(trainer, SavePlan(step, f"{job.incarnation}-{step}", bits=job.broadcast(self._bits(True))))
 
-    def _make_workers(self) -> None:
+    def _setting(self) -> Setting:
+        """What the planner is told of this job."""
+        job = self.job
+        nodes = job.trainer.num_nodes
+        each = job.world_size // nodes
+        hosts = tuple(tuple(range(n * each, (n + 1) * each)) for n in range(nodes)) if nodes > 1 else ()
+        return Setting(
+            owners=tuple(float(job.sharded_elements(rank)) for rank in range(job.world_size)),
+            target_pls=self.target_pls,
+            hosts=hosts,
+            mtbf=self.mtbf,
+            max_pls=self._fixed.max_pls,
+            ratio=1.0 if self.priority == "vanilla" else self.ratio,
+            row_bytes=tuple(
+                (spec.rows, spec.cols * spec.dtype.itemsize) for spec in job.specs.values() if spec.row_sparse
+            ),
+        )
+
+    def _make_tracker(self) -> RowTracker:
+        job, config = self.job, None
+        tables = select_tables([spec for spec in job.specs.values() if spec.row_sparse])
+        if self.priority_tables is not None:
+            names = {fqn.rpartition(".")[2]: fqn for fqn in job.specs}
+            tables = select_tables(list(job.specs.values()), names=[names.get(n, n) for n in self.priority_tables])
+        if self.priority != "vanilla":
+            variant = self.priority
+            if variant == "auto":
+                variant = choose_variant(self._setting().row_bytes)
+            config = PriorityConfig(variant, self.ratio)
+        return RowTracker(
+            job.module, job.owned, job.specs, priority=config, tables=tables, count=self._injector is not None
+        )
+
+    def _make_workers(self, tracker: RowTracker, chain: Chain) -> None:
         kv = self.job.kv
         io = SaveIO(self.storage, kv, epoch=lambda: int(kv.get("epoch")), points=self._point, timeout_s=self.timeout_s)
-        self._saves = BackgroundSaves(self.job, self._run, io)
-        self._restorer = Restorer(self.job, self.storage, self._run.run_id, self._saves, self.timeout_s, self._emit)
+        self._saves = BackgroundSaves(self.job, self._run, io, tracker, chain)
+        self._restorer = Restorer(
+            self.job, self.storage, self._run.run_id, self._saves, self.timeout_s, self._emit, self._take_outcome
+        )
 
     def _point(self, point: str, step: int) -> None:
         if self._injector is not None:
@@ -234,7 +345,6 @@ class CPRCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = _step(trainer)
-        self.samples += _batch_size(batch) * self.job.world_size
         lost = self._injector.take_wiped() if self._injector is not None else []
         if lost:
             self._recover(trainer, lost, Progress(step, self.samples))
@@ -258,23 +368,59 @@ class CPRCallback(Callback):
             self._saves.announce(SavePlan(step, "", stop=cause))
             return
         now = Moment(step, time.monotonic() - self._started)
-        if due(self.schedule, now, self._closed) is None:
+        self._controller.report(self.samples, now.seconds, self._total_samples() if self._ends() else None)
+        what = due(self._controller.schedule, now, self._closed, self._prioritised)
+        if what is None:
             return
         if self._saves.busy:
-            self._closed = now
+            self._note(what, now)
             self.counts["skipped"] += 1
-            self._emit("save_skipped", step=step, skipped=self.counts["skipped"])
+            self._emit("save_skipped", step=step, due=what, skipped=self.counts["skipped"])
         else:
-            self._saves.announce(SavePlan(step, f"{self.job.incarnation}-{step}-{self.counts['commits']}"))
+            self._saves.announce(self._plan(step, f"{self.job.incarnation}-{step}-{self.counts['commits']}", what))
+
+    def _plan(self, step: int, nonce: str, what: Due) -> SavePlan:
+        """Rank 0: what a save of this step holds. After two failures in a row it builds on nothing that may be gone."""
+        chain = self._saves.chain
+        content = next_content(chain, what, self.incremental, self.exact_close, self._saves.failed_in_a_row >= 2)
+        return SavePlan(step, nonce, content, chain.version, self._bits(content.kind == "base"))
+
+    def _bits(self, base: bool) -> int | None:
+        return self._controller.bits(base) if self.job.rank == 0 else None
+
+    def _note(self, what: Due, at: Moment) -> None:
+        if what == "priority":
+            self._prioritised = at
+        else:
+            self._closed = at
 
     def _start_save(self, trainer: pl.Trainer, plan: SavePlan) -> None:
-        step = _step(trainer)
+        step, tracker = _step(trainer), self._saves.tracker
         at = Progress(step, self.samples)
+        lost = tracker.hooks_lost()
+        if lost:
+            self.job.refresh()
+            tracker.settle(plan.committed)
+            tracker.adopt(self.job.owned)
+            self.counts["hooks_lost"] += 1
+            log.warning("the lookups of %s were replaced: all rows count as changed", ", ".join(lost))
+            self._emit("hooks_lost", step=step, tables=lost, hooks_lost=self.counts["hooks_lost"])
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        stall = self._saves.start(plan, at, checkpoint, self.ledger.to_json())
-        self._saved_step = step
-        self._closed = Moment(step, time.monotonic() - self._started)
-        self._emit("save_started", step=step, kind=plan.kind, consistency=plan.consistency, stall_s=round(stall, 6))
+        planner = self._controller.state.to_json() if self.job.rank == 0 else None
+        stall = self._saves.start(plan, at, checkpoint, planner, self.ledger.to_json())
+        content = plan.content
+        if content.consistency == "exact":
+            self._saved_step = step
+        self._note("priority" if content.rows == "priority" and self.exact_close else "close", self._now(step))
+        self._cycle_stall += stall
+        self._controller.stood_still(stall)
+        self._emit(
+            "save_started", step=step, kind=content.kind, consistency=content.consistency, rows=content.rows,
+            bits=plan.bits, stall_s=round(stall, 6),
+        )  # fmt: skip
+
+    def _now(self, step: int) -> Moment:
+        return Moment(step, time.monotonic() - self._started)
 
     def _take_outcome(self, outcome: Committed | CPRError | None) -> None:
         if isinstance(outcome, Committed):
@@ -285,8 +431,12 @@ class CPRCallback(Callback):
                     "save_committed", step=manifest.step, epoch=manifest.epoch, version=manifest.version,
                     kind=manifest.kind, consistency=manifest.consistency, samples=manifest.samples,
                     bytes=sum(f.bytes for f in manifest.stored if f"/{manifest.version}/" in f.path),
-                    seconds=round(outcome.report.seconds, 6), stall_s=round(outcome.stall_s, 6),
+                    rows=sum(f.rows for f in manifest.files if f"/{manifest.version}/" in f.path),
+                    raw_rows=outcome.report.part.raw_rows, seconds=round(outcome.report.seconds, 6),
                 )  # fmt: skip
+                if manifest.consistency == "exact":
+                    self._controller.saved(self._cycle_stall)
+                    self._cycle_stall = 0.0
         elif outcome is not None:
             self.counts["failed"] += 1
             log.error("a save failed, training goes on: %s", outcome)
@@ -297,8 +447,8 @@ class CPRCallback(Callback):
         self._take_outcome(self._saves.poll(self.timeout_s) if self._saves.busy else None)
         step = _step(trainer)
         if step != self._saved_step and not trainer.interrupted:
-            nonce = self.job.broadcast(secrets.token_hex(4))
-            self._start_save(trainer, SavePlan(step, f"{self.job.incarnation}-{nonce}"))
+            nonce = f"{self.job.incarnation}-{secrets.token_hex(4)}"
+            self._start_save(trainer, self.job.from_rank_0(lambda: self._plan(step, nonce, "close")))
             # The save gives up by itself after as long; a moment more, so that its own error is seen.
             outcome = self._saves.poll(self.timeout_s + 1)
             self._take_outcome(outcome)
@@ -316,18 +466,19 @@ class CPRCallback(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if hasattr(self, "_saves"):
             self._saves.close(self.timeout_s)
+            self._saves.tracker.close()
 
     # Recovery
 
     def _recover(self, trainer: pl.Trainer, failed: list[int], at: Progress) -> None:
         self.epoch += 1
-        recovered = self._restorer.recover(trainer, failed, at, self.epoch, self.recovery, self.ledger)
+        recovered = self._restorer.recover(trainer, failed, at, self.epoch, self._choose, self.ledger)
         self._recovered(recovered, failed, at, {})
 
     def restore_shards(self, recovery: Recovery, lost: Sequence[ShardSpec], shards: Sequence[Shard]) -> None:
         """A process died and was replaced (`live.RecoveryHook`): its shards come back from the newest version."""
         trainer, decision = self.job.trainer, recovery.decision
-        if self.recovery == "full":
+        if self._fixed.recovery == "full":
             raise RecoveryError("CPRCallback(recovery='full'): everybody goes back, by a restart of the job")
         if not recovery.lost:
             self._saves.abandon(self.timeout_s)
@@ -341,7 +492,10 @@ class CPRCallback(Callback):
         self.load_state_dict(state)
         self._closed, self.epoch = closed, epoch + 1
         self.job.rejoin(incarnation, recovery.epoch)
-        self._make_workers()
+        if recovery.lost:
+            self._controller = Controller(self._fixed, self._setting(), self._emit, self.counts["recoveries"])
+            self._controller.restore(self._planner_state)
+        self._make_workers(self._make_tracker() if recovery.lost else self._saves.tracker, Chain())
         failed = sorted({spec.owner for spec in lost} | set(decision.lost))
         at = Progress(decision.step, self.samples)
         recovered = self._restorer.recover_lost(trainer, failed, at, self.epoch, self.ledger)
@@ -358,15 +512,29 @@ class CPRCallback(Callback):
         self.ledger = recovered.ledger
         if recovered.rewound is not None:
             self.samples = recovered.rewound.samples
-            self._closed = Moment(recovered.rewound.step, time.monotonic() - self._started)
+            self._closed = self._prioritised = self._now(recovered.rewound.step)
         self.counts["recoveries"] += 1
         self._saved_step = -1
+        self._cycle_stall = 0.0
+        self._controller.recovered(recovered.plan.mode, recovered.seconds, self.samples, self.pls)
         self._emit(
             "recovery", mode=recovered.plan.mode, reason=recovered.plan.reason, failed=failed, step=at.step,
             epoch=self.epoch, version=next(iter(recovered.plan.sources.values())).name, bytes_read=recovered.bytes_read,
             rows=recovered.rows, seconds=round(recovered.seconds, 6), pls=self.pls,
+            lost_row_updates=recovered.lost_updates, lost_row_updates_exact=recovered.lost_exact,
             total_samples=self._total_samples(), ledger=event_to_json(recovered.event), **more,
         )  # fmt: skip
+
+    def _choose(self, failed: Sequence[int], after: Ledger, lost_samples: int) -> tuple[Mode, str]:
+        """Rank 0: how to recover. after: the ledger if it is partial; lost_samples: since the newest exact version."""
+        return self._controller.choose(failed, after.pls(self._total_samples()), lost_samples)
+
+    def _ends(self) -> bool:
+        """Whether the Trainer knows when the run ends."""
+        trainer = self.job.trainer
+        return trainer.max_steps != -1 or (
+            trainer.max_epochs not in (None, -1) and not math.isinf(trainer.fit_loop.max_batches)
+        )
 
     def _total_samples(self) -> int:
         """Samples of the whole run, from what the Trainer expects; a stream without an end: those so far."""
@@ -385,12 +553,19 @@ class CPRCallback(Callback):
     # State and reporting
 
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self.samples, "ledger": self.ledger.to_json(), "counts": dict(self.counts)}
+        planner = self._controller.state.to_json() if hasattr(self, "_controller") else None
+        return {
+            "samples": self.samples,
+            "ledger": self.ledger.to_json(),
+            "counts": dict(self.counts),
+            "planner": planner,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.samples = state_dict["samples"]
         self.ledger = Ledger.from_json(state_dict["ledger"])
-        self.counts = dict(state_dict["counts"])
+        self.counts |= state_dict["counts"]
+        self._planner_state = state_dict.get("planner")
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -407,6 +582,18 @@ class CPRCallback(Callback):
         trainer = self.job.trainer
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+class _Count(Callback):
+    """Counts the samples of its owner."""
+
+    def __init__(self, owner: CPRCallback) -> None:
+        self.owner = owner
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.owner.samples += _batch_size(batch) * trainer.world_size
 
 
 def _step(trainer: pl.Trainer) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from copy import copy
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -50,6 +51,12 @@ class Job:
         for name in ("shards", "specs", "plan"):
             self.__dict__.pop(name, None)
 
+    def scoped(self, name: str) -> Job:
+        """The same job with keys of its own: for one of several callbacks, whose saves must not meet."""
+        scoped = copy(self)
+        scoped.kv = dist.PrefixStore(name, cast(dist.Store, self.kv))
+        return scoped
+
     @property
     def module(self) -> pl.LightningModule:
         return self.trainer.lightning_module
@@ -68,6 +75,11 @@ class Job:
     def plan(self) -> list[ShardSpec]:
         """All shards of all ranks; the same on every rank."""
         return tables.global_shards(self.module)
+
+    def refresh(self) -> None:
+        """Look at the model again: a reshard has moved its tables."""
+        for name in ("shards", "plan"):
+            self.__dict__.pop(name, None)
 
     @property
     def owned(self) -> list[Shard]:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_cpr._lightning import pl
+from lightning_cpr.chain import Chain, exact_point
 from lightning_cpr.checkpoint_io import Version, load_sound
 from lightning_cpr.errors import CorruptShardError, CPRError, ManifestError, RecoveryError
 from lightning_cpr.job import Job
 from lightning_cpr.policy.ledger import Event, Ledger, charge
 from lightning_cpr.policy.ledger import rewind as rewind_ledger
 from lightning_cpr.recovery.plan import Mode, RecoveryPlan, Source, plan_recovery
-from lightning_cpr.saver import BackgroundSaves, Progress
+from lightning_cpr.saver import BackgroundSaves, Committed, Progress
 from lightning_cpr.state import rewind
-from lightning_cpr.store.manifest import Consistency, Manifest
+from lightning_cpr.store.manifest import FOLDER, Consistency, Manifest
 from lightning_cpr.store.reader import read_into
+from lightning_cpr.store.since import rows_since_base
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import fence, load_manifest, newest
 
@@ -38,6 +40,12 @@ class Recovered:
     bytes_read: int
     rows: int
     seconds: float
+    lost_updates: int | None
+    lost_exact: bool
+
+
+Choose = Callable[[Sequence[int], Ledger, int], tuple[Mode, str]]
+"""``choose(failed, ledger if partial, samples since the newest exact version)``: how to recover, and why. On rank 0."""
 
 
 class Restorer:
@@ -54,6 +62,7 @@ class Restorer:
         saves: BackgroundSaves,
         timeout_s: float,
         emit: Callable[..., Any],
+        committed: Callable[[Committed], None],
     ) -> None:
         self._job = job
         self._storage = storage
@@ -61,9 +70,10 @@ class Restorer:
         self._saves = saves
         self._timeout_s = timeout_s
         self._emit = emit
+        self._committed = committed
 
     def recover(
-        self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, mode: Mode, ledger: Ledger
+        self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, choose: Choose, ledger: Ledger
     ) -> Recovered:
         """Restore the shards of ``failed``; a version that turns out damaged is refused and the one before it tried.
 
@@ -72,31 +82,64 @@ class Restorer:
         """
         started = time.monotonic()
         self._end_save_in_flight(epoch)
-        return self._bring_back(trainer, failed, at, mode, ledger, started)
+        before = self._job.broadcast(self._saves.chain)
+        lost, exact = self._lost_updates(failed, before.version)
+        mode, reason = self._job.from_rank_0(lambda: self._mode(failed, at, choose, ledger))
+        recovered = self._bring_back(trainer, failed, at, before, (mode, reason), ledger, started)
+        return (
+            recovered
+            if recovered.plan.mode == "full"
+            else replace(recovered, lost_updates=lost, lost_exact=exact and recovered.lost_exact)
+        )
 
     def recover_lost(
         self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, ledger: Ledger
     ) -> Recovered:
-        """`recover` for ranks whose processes were replaced: the old group and its saves are gone already."""
+        """`recover` for ranks whose processes were replaced: the old group and its saves are gone already.
+
+        What the dead processes counted of their rows' updates is gone too.
+        """
         started = time.monotonic()
         if self._job.rank == 0:
             self._job.kv.set("epoch", str(epoch))
             fence(self._storage, self._run_id, epoch)
         dist.barrier()
-        return self._bring_back(trainer, failed, at, "partial", ledger, started)
+
+        def newest_chain() -> Chain:
+            manifest = newest(self._storage, None, self._run_id).manifest
+            return Chain() if manifest is None else Chain.of(manifest)
+
+        before = self._saves.chain = self._job.from_rank_0(newest_chain)
+        self._saves.tracker.settle(before.version)
+        why: tuple[Mode, str] = ("partial", "a process died and was replaced")
+        recovered = self._bring_back(trainer, failed, at, before, why, ledger, started)
+        return replace(recovered, lost_updates=None, lost_exact=False)
 
     def _bring_back(
-        self, trainer: pl.Trainer, failed: list[int], at: Progress, mode: Mode, ledger: Ledger, started: float
+        self,
+        trainer: pl.Trainer,
+        failed: list[int],
+        at: Progress,
+        before: Chain,
+        why: tuple[Mode, str],
+        ledger: Ledger,
+        started: float,
     ) -> Recovered:
+        """``before``: the newest version that stands, which the survivors' dirty rows are counted from."""
+        mode, reason = why
+        exact = True
         refused: list[str] = []
         while True:
-            plan, manifest = self._decide(failed, mode, refused)
+            plan, manifest = self._decide(failed, mode, reason, refused)
             problem, bytes_read, rows = self._restore(trainer, failed, plan, manifest)
             if problem is None:
                 break
             log.error("version %s is refused: %s", manifest.version, problem)
             self._emit("version_refused", version=manifest.version, error=problem)
             refused.append(manifest.path)
+        if plan.mode == "partial" and manifest.version != before.version:
+            # Survivors' rows are tracked against a version that this one is not: build on nothing.
+            self._saves.chain, exact = Chain(), False
         rewound: Progress | None = None
         event: Event
         if plan.mode == "full":
@@ -105,7 +148,25 @@ class Restorer:
         else:
             ledger, event = charge(ledger, at.samples, self._losses(failed, manifest))
         seconds = time.monotonic() - started
-        return Recovered(plan, ledger, event, rewound, bytes_read, rows, seconds)
+        return Recovered(plan, ledger, event, rewound, bytes_read, rows, seconds, 0, plan.mode == "full" or exact)
+
+    def holds(self, manifest: Manifest) -> None:
+        """This rank's shards hold this version's rows, and the next saves build on it."""
+        complete = {record.spec: record.complete_step for record in manifest.shards}
+        oldest = min(complete.values(), default=manifest.step)
+        self._saves.tracker.restored(
+            lambda spec: rows_since_base(self._storage, manifest, spec), lambda spec: complete.get(spec, oldest)
+        )
+        same = set(manifest.tables) == set(self._job.specs.values()) and manifest.run_id == self._run_id
+        kept = manifest.path.startswith(f"{FOLDER}/")  # a checkpoint of Lightning's may be removed any time
+        self._saves.chain = Chain.of(manifest) if same and kept else Chain()
+
+    def _lost_updates(self, failed: list[int], committed: str) -> tuple[int, bool]:
+        """Of all failed ranks together. Ends the save in flight: its rows are as dirty as before unless it stands."""
+        self._saves.tracker.settle(committed)
+        everybody: list[Any] = [None] * self._job.world_size
+        dist.all_gather_object(everybody, self._saves.tracker.lost_updates())
+        return sum(everybody[rank][0] for rank in failed), all(everybody[rank][1] for rank in failed)
 
     def _end_save_in_flight(self, epoch: int) -> None:
         """A new epoch: a save that holds rows of a failed rank must not commit."""
@@ -117,18 +178,29 @@ class Restorer:
             # Aborted by this recovery, which is no failure of storage.
             self._saves.failed_in_a_row = 0
             self._emit("save_aborted", error=str(outcome).partition("\n")[0])
+        elif outcome is not None:
+            self._committed(outcome)
         dist.barrier()
         if self._job.rank == 0:
             fence(self._storage, self._run_id, epoch)
 
-    def _decide(self, failed: list[int], mode: Mode, refused: list[str]) -> tuple[RecoveryPlan, Manifest]:
+    def _mode(self, failed: list[int], at: Progress, choose: Choose, ledger: Ledger) -> tuple[Mode, str]:
+        found = newest(self._storage, None, self._run_id).manifest
+        if found is None:
+            return "partial", "there is no version"
+        exact = newest(self._storage, "exact", self._run_id).manifest
+        after, _ = charge(ledger, at.samples, self._losses(failed, found))
+        return choose(failed, after, at.samples - (exact.samples if exact is not None else 0))
+
+    def _decide(self, failed: list[int], mode: Mode, reason: str, refused: list[str]) -> tuple[RecoveryPlan, Manifest]:
         """Rank 0 looks for versions and decides; all take its plan."""
 
         def decide() -> tuple[RecoveryPlan, str]:
             consistency: Consistency | None = "exact" if mode == "full" else None
             manifest = newest(self._storage, consistency, self._run_id, exclude=refused).manifest
             sources = [] if manifest is None else [_source(manifest)]
-            return plan_recovery(dict.fromkeys(failed, sources), mode), manifest.path if manifest else ""
+            plan = replace(plan_recovery(dict.fromkeys(failed, sources), mode), reason=reason)
+            return plan, manifest.path if manifest else ""
 
         plan, path = self._job.from_rank_0(decide)
         return plan, self._job.together(lambda: load_manifest(self._storage, path))
@@ -142,11 +214,15 @@ class Restorer:
             if plan.mode == "full":
                 # Both fail on all ranks or on none: they are collectives.
                 rewind(trainer, load_sound(self._job, Version(self._storage, manifest)))
+                self.holds(manifest)
                 rows = sum(shard.spec.rows for shard in self._job.owned)
                 bytes_read = sum(f.bytes for f in manifest.files) if self._job.rank == 0 else 0
             elif self._job.rank in failed:
                 report = read_into(self._storage, manifest, [s for s in self._job.owned if not s.spec.replicated])
                 bytes_read, rows = report.bytes_read, report.rows
+                chain = self._saves.chain
+                self.holds(manifest)
+                self._saves.chain = chain
         except (CorruptShardError, ManifestError) as e:
             problem = f"rank {self._job.rank}: {e}"
         except CPRError as e:
@@ -179,5 +255,7 @@ def _source(manifest: Manifest) -> Source:
 
 
 def _samples_at(manifest: Manifest, step: int) -> int:
-    """Samples done at a step of the version's run."""
-    return manifest.samples if step == manifest.step else manifest.samples * step // max(1, manifest.step)
+    """Samples done at a step of the version's run: exactly at its own and at its newest exact one."""
+    exact_step, exact_samples = exact_point(manifest)
+    known = {exact_step: exact_samples, manifest.step: manifest.samples}
+    return known[step] if step in known else manifest.samples * step // max(1, manifest.step)

@@ -13,23 +13,25 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_cpr import state
+from lightning_cpr.chain import Chain, Content
 from lightning_cpr.errors import CommitError, CPRError
 from lightning_cpr.job import Job
-from lightning_cpr.spec import RowBlock
+from lightning_cpr.spec import RowBlock, ShardSpec
 from lightning_cpr.store.background import BackgroundWriter
 from lightning_cpr.store.blob import JOB_BLOB, encode_blob, rank_blob
 from lightning_cpr.store.commit import save
-from lightning_cpr.store.manifest import Consistency, Kind, Manifest, ShardRecord, new_version_id
+from lightning_cpr.store.manifest import Manifest, ShardRecord, new_version_id
 from lightning_cpr.store.save import RankPart, SaveIO, SaveReport, SaveSpec
 from lightning_cpr.store.stage import Stager
 from lightning_cpr.store.versions import clean_torn, load_manifest
 from lightning_cpr.tables.scalars import fused_scalars
 from lightning_cpr.tables.shards import plan_fingerprint
+from lightning_cpr.tables.tracker import RowTracker
 
 log = logging.getLogger(__name__)
 
@@ -66,29 +68,37 @@ def save_spec(
     epoch: int,
     at: Progress,
     nonce: str,
-    *,
-    kind: Kind = "base",
-    consistency: Consistency = "exact",
-    parent: str | None = None,
+    content: Content = Content(),  # noqa: B008
     path: str | None = None,
 ) -> SaveSpec:
     """What every rank of one save passes alike."""
     return SaveSpec(
         version=new_version_id(run.run_id, epoch, at.step, nonce),
         samples=at.samples,
-        kind=kind,
-        consistency=consistency,
+        kind=content.kind,
+        consistency=content.consistency,
         world_size=job.world_size,
         tables=tuple(job.specs.values()),
         config_fingerprint=run.config_fingerprint,
         plan_fingerprint=run.plan_fingerprint,
-        parent=parent,
+        parent=content.parent,
         path=path,
+        inherit=content.inherit,
     )
 
 
-def rank_part(job: Job, checkpoint: dict[str, Any], blocks: Iterable[RowBlock], step: int) -> RankPart:
+def rank_part(
+    job: Job,
+    checkpoint: dict[str, Any],
+    blocks: Iterable[RowBlock],
+    step: int,
+    complete: Mapping[ShardSpec, int] | None = None,
+    codec: str = "raw",
+) -> RankPart:
     """This rank's rows and blobs. ``checkpoint`` is Lightning's, of this rank; it is copied before this returns.
+
+    complete: by shard the step that it is complete to, ``step`` where nothing is said. codec: of the weights; optimizer
+    states are raw.
 
     Raises:
         UnsupportedError: the checkpoint holds an object that has no plain form.
@@ -106,44 +116,65 @@ def rank_part(job: Job, checkpoint: dict[str, Any], blocks: Iterable[RowBlock], 
     return RankPart(
         rank=job.rank,
         blocks=blocks,
-        shards=tuple(ShardRecord(shard.spec, step) for shard in job.owned),
+        shards=tuple(ShardRecord(shard.spec, (complete or {}).get(shard.spec, step)) for shard in job.owned),
         blobs=blobs,
+        codecs=dict.fromkeys(job.specs, codec),
     )
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Rank 0's decision for one step. ``stop``: nothing is saved, the run ends with this cause."""
+    """Rank 0's decision for one step.
+
+    committed: the newest version that stands, by rank 0's word: whatever a rank saw of the save before, it keeps its
+    rows of it dirty unless this is it. bits: per weight, None: raw. stop: nothing is saved, the run ends with this
+    cause.
+    """
 
     step: int
     nonce: str
-    kind: Kind = "base"
-    consistency: Consistency = "exact"
+    content: Content = field(default_factory=Content)
+    committed: str = ""
+    bits: int | None = None
     stop: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> SavePlan:
+        data = json.loads(text)
+        return SavePlan(**{**data, "content": Content(**data["content"])})
+
+
+_CODECS = {None: "raw", 8: "int8", 4: "aint4", 3: "aint3", 2: "aint2"}
+BITS = tuple(_CODECS)
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A save of this callback that is committed. ``stall_s``: how long training waited. ``manifest``: on rank 0."""
+    """A save of this callback that is committed. ``manifest``: on rank 0."""
 
     report: SaveReport
-    stall_s: float
     manifest: Manifest | None
 
 
 class BackgroundSaves:
     """The saves of one callback on one rank: announced, staged on the training thread, written behind it.
 
-    Extra memory: the stager's buffers, and ``SaveIO.writers + 1`` chunks while a save is written.
+    Extra memory: the stager's buffers, the tracker's, and ``SaveIO.writers + 1`` chunks while a save is written.
+
+    ``chain``: what the next save builds on; rank 0's counts.
     """
 
-    def __init__(self, job: Job, run: RunId, io: SaveIO) -> None:
-        self.job, self.run, self.io = job, run, io
+    def __init__(self, job: Job, run: RunId, io: SaveIO, tracker: RowTracker, chain: Chain) -> None:
+        self.job, self.run, self.io, self.tracker, self.chain = job, run, io, tracker, chain
         self.stager = Stager()
         self.failed_in_a_row = 0
         self.first_failure: CPRError | None = None
         self._writer: BackgroundWriter[Committed] = BackgroundWriter(io.cancel)
         self._busy = False
+        self._announced: list[str] = []
 
     @property
     def busy(self) -> bool:
@@ -152,29 +183,36 @@ class BackgroundSaves:
 
     def announce(self, plan: SavePlan) -> None:
         """Tell all ranks. Rank 0 only, before it starts the batch that ``plan.step`` names."""
-        self.job.kv.set(f"plan/{plan.step}", json.dumps(asdict(plan)))
+        for key in self._announced[:-1]:
+            # Every rank has taken it: for the batch just ended they had to end the one before.
+            self.job.kv.delete_key(key)
+        self._announced = [*self._announced[-1:], f"plan/{plan.step}"]
+        self.job.kv.set(self._announced[-1], plan.to_json())
 
     def announced(self, step: int) -> SavePlan | None:
         """What rank 0 decided for the end of this step."""
         key = f"plan/{step}"
-        if not self.job.kv.check([key]):
-            return None
-        return SavePlan(**json.loads(self.job.kv.get(key)))
+        return SavePlan.from_json(self.job.kv.get(key)) if self.job.kv.check([key]) else None
 
-    def start(self, plan: SavePlan, at: Progress, checkpoint: dict[str, Any], ledger: Any) -> float:
-        """Stage this rank's rows and start writing. Returns the stall in seconds."""
+    def start(self, plan: SavePlan, at: Progress, checkpoint: dict[str, Any], planner: Any, ledger: Any) -> float:
+        """Stage this rank's rows and start writing. Returns the stall in seconds.
+
+        planner, ledger: JSON values for the manifest; rank 0's count.
+        """
         started = time.monotonic()
         if self._busy:
             raise CommitError(f"rank {self.job.rank}: the save before the one of step {at.step} has not ended")
-        spec = save_spec(
-            self.job, self.run, self.io.epoch(), at, plan.nonce, kind=plan.kind, consistency=plan.consistency
-        )
-        part = rank_part(self.job, checkpoint, self.stager.stage(self.job.owned), at.step)
+        spec = save_spec(self.job, self.run, self.io.epoch(), at, plan.nonce, plan.content)
+        self.tracker.settle(plan.committed)
+        selection = self.tracker.take(spec.version, plan.content.rows, at.step)
+        blocks = self.stager.stage(self.job.owned, selection.rows)
+        part = rank_part(self.job, checkpoint, blocks, at.step, selection.complete, _CODECS[plan.bits])
+        state = {"chain": self.chain.to_json(), "planner": planner}
         stall = time.monotonic() - started
 
         def work() -> Committed:
-            report = save(self.io, spec, part, ledger=ledger)
-            return Committed(report, stall, self._clean(report.path) if self.job.rank == 0 else None)
+            report = save(self.io, spec, part, state, ledger)
+            return Committed(report, self._clean(report.path) if self.job.rank == 0 else None)
 
         self._writer.submit(work)
         self._busy = True
@@ -198,7 +236,10 @@ class BackgroundSaves:
         error = future.exception()
         if error is None:
             self.failed_in_a_row, self.first_failure = 0, None
-            return future.result()
+            outcome = future.result()
+            if outcome.manifest is not None:
+                self.chain = Chain.of(outcome.manifest)
+            return outcome
         assert isinstance(error, CPRError)
         self.failed_in_a_row += 1
         self.first_failure = self.first_failure or error

@@ -38,7 +38,7 @@ from lightning_cpr.checkpoint_io import (
     restore_tables,
     version_before,
 )
-from lightning_cpr.errors import ConfigError, CorruptShardError, UnsupportedError
+from lightning_cpr.errors import CommitError, ConfigError, CorruptShardError, UnsupportedError
 from lightning_cpr.job import Job
 from lightning_cpr.live import LiveRecovery, under_guardian
 from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length, restart_warning
@@ -347,15 +347,22 @@ class TorchRecStrategy(DDPStrategy):
     # Checkpoints.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Every rank saves its own shards. Not while an error is on its way up (``save_on_exception``): then rows,
-        states and dense part may be of different steps, and the other ranks are not here.
+        """Every rank saves its own shards.
+
+        Not after an error has ended the run: rows, states and dense part may be of different steps then, and the other
+        ranks are not here. While the error is handled (``save_on_exception``) that is logged, so that it comes first.
+
+        Raises:
+            CommitError: an error has ended the run, or a rank failed; every rank gets the first cause.
         """
         if self._failing:
-            log.error(
-                "%s is not saved: an error ends the run inside a batch, where tables and dense parameters are of"
-                " different steps. Resume from the newest version instead (CPRCallback saves them as training goes).",
-                filepath,
+            text = (
+                f"{filepath} is not saved: an error ended the run inside a batch, where tables and dense parameters are"
+                " of different steps. Resume from the newest version instead (CPRCallback saves them as training goes)."
             )
+            if sys.exc_info()[1] is None:
+                raise CommitError(text)
+            log.error(text)
             return
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 

@@ -24,12 +24,11 @@ from benchmarks.recovery.job import TABLES, WIDTH
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).with_name("job.py")
-OURS = "import sys; from lightning_cpr.recovery.launch import run; run(sys.argv[1:])"
-STOCK = "import sys; from torch.distributed.run import main; main(sys.argv[1:])"
+LAUNCH = "import sys; from lightning_cpr.recovery.launch import run; run(sys.argv[1:])"
 WAYS = {
-    "spare": (OURS, ["--spares=1", "--max-restarts=0"]),
-    "cold": (OURS, ["--spares=0", "--max-restarts=0"]),
-    "restart": (STOCK, ["--max-restarts=1", "--monitor-interval=0.1"]),
+    "spare": ["--spares=1", "--max-restarts=0"],
+    "cold": ["--spares=0", "--max-restarts=0"],
+    "restart": ["--spares=0", "--max-replacements=0", "--max-restarts=1", "--monitor-interval=0.1"],
 }
 
 
@@ -59,12 +58,11 @@ def memory(pid):
 
 
 def measure(way, world, mb, seed):
-    code, options = WAYS[way]
     rows = int(mb * 1e6 * world / TABLES / (4 * WIDTH + 4))
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        command = [sys.executable, "-c", code, f"--nproc-per-node={world}", *options, str(JOB)]
+        command = [sys.executable, "-c", LAUNCH, f"--nproc-per-node={world}", *WAYS[way], str(JOB)]
         log = (out / "log").open("w")
         job = subprocess.Popen([*command, "--out", folder, "--rows", str(rows)], env=env, stderr=log, text=True)
         try:

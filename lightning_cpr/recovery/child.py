@@ -49,15 +49,23 @@ def warm_up(modules: Iterable[str]) -> None:
             log.warning("not imported ahead: %s (%s)", name, e)
 
 
-def heartbeat() -> Callable[[], None] | None:
-    """What to call now and then so that the guardian knows this process runs; None without a guardian."""
+def heartbeat() -> Callable[[], int] | None:
+    """What to call now and then so that the guardian knows this process runs; None without a guardian.
+
+    It returns whether the guardian wants this process to end: 0 no, 1 yes, 2 and half of its grace is over.
+    """
     from lightning_cpr.recovery.guardian import HEARTBEAT_FD_ENV
 
     fd = os.environ.get(HEARTBEAT_FD_ENV)
     if fd is None:
         return None
     page = mmap.mmap(int(fd), mmap.PAGESIZE)
-    return lambda: struct.pack_into("d", page, 0, time.monotonic())
+
+    def beat() -> int:
+        struct.pack_into("d", page, 0, time.monotonic())
+        return int(struct.unpack_from("d", page, 8)[0])
+
+    return beat
 
 
 def _imports(script: str | None) -> list[str]:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 REPLACES_ENV = "LIGHTNING_CPR_REPLACES"
 """Set in a replacement's environment: the epoch that it announced."""
 
+OVERDUE = 2
 # The store's own wait() prints a warning at each timeout, and cannot be woken: so short questions instead.
 _WATCH_POLL_S = 0.05
 _JOIN_POLL_S = 0.005
@@ -77,6 +78,7 @@ class Membership:
 
     Args:
         connect: makes a new client of the job's store, already under the job's prefix.
+        on_beat: called now and then; says whether this process is asked to end (0: no, 1: yes, 2: and it is overdue).
         backend: of the process group. ``nccl`` groups are freed by abort instead of closed sockets.
     """
 
@@ -87,7 +89,7 @@ class Membership:
         world_size: int,
         backend: str = "gloo",
         timeouts: Timeouts | None = None,
-        on_beat: Callable[[], None] | None = None,
+        on_beat: Callable[[], int] | None = None,
     ) -> None:
         self.timeouts = timeouts or Timeouts()
         self.timeouts.check()
@@ -103,6 +105,7 @@ class Membership:
         self._group_up = False
         self._changed = threading.Condition()
         self._closing = False
+        self._asked_to_end = 0
         self._watcher: threading.Thread | None = None
 
     @classmethod
@@ -160,6 +163,8 @@ class Membership:
 
     def confirm(self, error: BaseException) -> None:
         """Raise what ended the job, if some rank published an exception: then ``error`` is only its echo."""
+        if self._asked_to_end:
+            raise RecoveryError(f"rank {self.rank} was asked to end while it waited for the others") from error
         if self.store.check(["error"]):
             told = json.loads(self.store.get("error"))
             if told["rank"] != self.rank:
@@ -242,8 +247,10 @@ class Membership:
             self._pause(self._poll_s)
 
     def _pause(self, seconds: float) -> None:
-        if self._on_beat is not None:
-            self._on_beat()
+        if self._on_beat is not None and (asked := self._on_beat()) > self._asked_to_end:
+            self._asked_to_end = asked
+            if asked == OVERDUE and self._group_up:  # the main thread may be blocked, and cannot see the signal
+                self._release(self._connect(self.timeouts.announce), self.epoch)
         with self._changed:
             if not self._closing:
                 self._changed.wait(seconds)

@@ -19,6 +19,7 @@ from lightning_cpr.store.coverage import check_coverage
 from lightning_cpr.store.manifest import BlobEntry, FileEntry, Manifest, PartManifest, digest, dump_manifest, parse_part
 from lightning_cpr.store.rows import runs_of
 from lightning_cpr.store.save import RankPart, SaveIO, SaveReport, SaveSpec
+from lightning_cpr.store.since import base_of, folder_of
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import load_manifest, remove_files, replaced_version
 from lightning_cpr.store.writer import write_part
@@ -149,7 +150,8 @@ def _inherited(storage: Storage, spec: SaveSpec) -> tuple[FileEntry, ...]:
         raise ManifestError(
             f"version {spec.version}: {spec.parent} is of run {parent.run_id!r} or of other tables; save a base"
         )
-    return parent.files
+    base = base_of(parent)
+    return tuple(entry for entry in parent.files if spec.inherit == "all" or folder_of(entry) == base)
 
 
 def row_runs(storage: Storage, tables: dict[str, TableSpec], entry: FileEntry) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 from urllib.parse import quote
 
 from lightning_cpr.errors import ConfigError
@@ -23,6 +24,7 @@ from lightning_cpr.store.manifest import (
 )
 from lightning_cpr.store.storage import Storage
 
+Inherit = Literal["all", "base"]
 POINTS = ("pre_write", "mid_write", "pre_commit", "post_commit")
 
 
@@ -35,7 +37,8 @@ class SaveSpec:
     """What every rank passes alike. ``version``: from `new_version_id`; it carries run id, epoch and step.
 
     A base holds every row of every table in ``tables``. A delta holds some rows and inherits the files of the manifest
-    at ``parent``. ``path``: where the manifest of a base goes, relative to the root; by default under ``manifests/``.
+    at ``parent``, or of these (``inherit="base"``) only its base's: it then holds every row that differs from the base.
+    ``path``: where the manifest of a base goes, relative to the root; by default under ``manifests/``.
     """
 
     version: str
@@ -48,6 +51,7 @@ class SaveSpec:
     plan_fingerprint: str = ""
     parent: str | None = None
     path: str | None = None
+    inherit: Inherit = "all"
 
     def __post_init__(self) -> None:
         if (self.kind == "delta") != (self.parent is not None):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from lightning_cpr.tables._modules import lookups, sharded_collections, table_co
 from lightning_cpr.tables.shards import global_shards
 
 LookupFn = Callable[[ShardSpec, Tensor], None]
-"""``fn(shard, ids)``; ids: int64 ``[n]``, n > 0, row numbers within the shard, duplicates kept."""
+"""``fn(shard, ids)``; ids: int64 ``[n]``, row numbers within the shard, duplicates kept."""
+
+When = Literal["lookup", "backward"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ class _Part:
 class LookupHook:
     """The registered hooks of one model. Made by `register_lookup_hook`."""
 
-    def __init__(self, model: nn.Module, fn: LookupFn) -> None:
+    def __init__(self, model: nn.Module, fn: LookupFn, when: When) -> None:
         self._model = model
         self._fn = fn
+        self._when = when
         self._hooked: dict[int, tuple[Any, RemovableHandle]] = {}
         self.rechain()
 
@@ -72,22 +75,34 @@ class LookupHook:
     def _hook(self, parts: list[_Part]) -> Callable[..., None]:
         def on_lookup(lookup: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             # Without a gradient no row can change: validation, prediction, a warm-up forward.
-            if torch.is_grad_enabled():
-                for shard, ids in _ids(parts, inputs[0]):
-                    self._fn(shard, ids)
+            if not torch.is_grad_enabled():
+                return
+            seen = _ids(parts, inputs[0])
+            if self._when == "lookup":
+                self._tell([(shard, ids) for shard, ids in seen if len(ids)])
+            elif output.requires_grad:
+                # The graph keeps the ids: a batch whose backward never runs takes them along.
+                output.register_hook(lambda gradient: self._tell(seen))
 
         return on_lookup
 
+    def _tell(self, seen: list[tuple[ShardSpec, Tensor]]) -> None:
+        for shard, ids in seen:
+            self._fn(shard, ids)
 
-def register_lookup_hook(model: nn.Module, fn: LookupFn) -> LookupHook:
-    """Calls ``fn(shard, local_row_ids)`` after each training lookup, once per table shard that got ids.
+
+def register_lookup_hook(model: nn.Module, fn: LookupFn, when: When = "lookup") -> LookupHook:
+    """Calls ``fn(shard, local_row_ids)`` for each training lookup, once per table shard that got ids.
 
     Several features of a table arrive together; a feature that feeds several tables arrives at each. An id that the
     kernel clamps to row 0 (negative, or beyond the shard) is told as 0. For a data-parallel table the ids are those of
-    this rank's batch alone, though the gradients of all ranks reach its rows. When ``fn`` runs, the backward that will
-    change the rows has not.
+    this rank's batch alone, though the gradients of all ranks reach its rows.
+
+    when: ``"lookup"``: right after the lookup, before the backward that will change the rows. ``"backward"``: when that
+    backward has reached the lookup, however much earlier a pipeline looked up; then each shard is told of every batch,
+    also with no ids.
     """
-    return LookupHook(model, fn)
+    return LookupHook(model, fn, when)
 
 
 def _ids(parts: list[_Part], features: Any) -> list[tuple[ShardSpec, Tensor]]:
@@ -97,12 +112,21 @@ def _ids(parts: list[_Part], features: Any) -> list[tuple[ShardSpec, Tensor]]:
     key = start = 0
     for part in parts:
         count = sum(lengths[key : key + part.features])
-        if count and part.shard.rows:
+        if part.shard.rows:
             ids = values[start : start + count].long()
-            found.append((part.shard, torch.where((ids < 0) | (ids >= part.shard.rows), 0, ids)))
+            found.append((part.shard, _clamped(ids, part.shard.rows)))
         key += part.features
         start += count
     return found
+
+
+def _clamped(ids: Tensor, rows: int) -> Tensor:
+    if ids.is_cpu and ids.numel():
+        # A sixth of the cost; on a GPU it would wait for the device.
+        least, most = torch.aminmax(ids)
+        if int(least) >= 0 and int(most) < rows:
+            return ids
+    return torch.where((ids < 0) | (ids >= rows), 0, ids)
 
 
 def _lookup_parts(model: nn.Module) -> list[tuple[nn.Module, list[_Part]]]:

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_cpr._lightning import Callback, pl
 from lightning_cpr.checkpoint_io import find_version
+from lightning_cpr.store import Storage, load_manifest
 from lightning_cpr.strategy import TorchRecStrategy
 from tests._ranks import run_ranks
 from tests._tiny import Tiny, make_trainer
@@ -32,9 +33,9 @@ def kept(rank: int, world: int, folder: str) -> dict[str, Any]:
         "top1": Keeper(f"{folder}/top1", every_n_train_steps=2),  # the newest only
         "best2": Keeper(f"{folder}/best2", every_n_train_steps=2, monitor="score", save_top_k=2, filename="{step}"),
         "all": Keeper(f"{folder}/all", every_n_train_steps=4, save_top_k=-1, save_last=True),
-        "link": Keeper(f"{folder}/link", every_n_train_steps=4, save_top_k=-1, save_last="link"),
-        "same": Keeper(f"{folder}/same", every_n_train_steps=4, save_top_k=-1, filename="name"),
-        "light": Keeper(f"{folder}/light", every_n_train_steps=4, save_weights_only=True),
+        "link": Keeper(f"{folder}/link", every_n_train_steps=3, save_top_k=-1, save_last="link"),
+        "same": Keeper(f"{folder}/same", every_n_train_steps=5, save_top_k=-1, filename="name"),
+        "light": Keeper(f"{folder}/light", every_n_train_steps=9, save_weights_only=True),
     }
     trainer = make_trainer(
         world, TorchRecStrategy(plan=PLAN), max_steps=10, callbacks=[Scores(), *keepers.values()],
@@ -64,13 +65,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if p.name != "chunks")
+    return sorted(p.name for p in folder.iterdir() if p.name != "cpr-chunks")
 
 
 def steps(folder: Path) -> dict[str, int]:
     """The checkpoints of a folder with their steps; checks that there are no files of others."""
     found = {name: find_version(folder / name).manifest for name in names(folder)}
-    assert {p.name for p in (folder / "chunks").iterdir()} == {m.version for m in found.values()}
+    own = {load_manifest(Storage(str(folder)), name).version for name in found}
+    assert {p.name for p in (folder / "cpr-chunks").iterdir()} == own
     return {name: manifest.step for name, manifest in found.items()}
 
 
@@ -84,10 +86,15 @@ def test_l05_what_is_removed_is_gone_with_its_files(folder: tuple[Path, list[dic
 def test_l16_last_links_and_numbered_names(folder: tuple[Path, list[dict[str, Any]]]) -> None:
     path, _ = folder
     assert steps(path / "all") == {"epoch=0-step=4.ckpt": 4, "epoch=0-step=8.ckpt": 8, "last.ckpt": 8}
-    assert steps(path / "link") == {"epoch=0-step=4.ckpt": 4, "epoch=0-step=8.ckpt": 8, "last.ckpt": 8}
-    assert os.readlink(path / "link/last.ckpt") == "epoch=0-step=8.ckpt"
-    assert steps(path / "same") == {"name.ckpt": 4, "name-v1.ckpt": 8}
-    assert steps(path / "light") == {"epoch=0-step=8.ckpt": 8}
+    assert steps(path / "link") == {
+        "epoch=0-step=3.ckpt": 3,
+        "epoch=0-step=6.ckpt": 6,
+        "epoch=0-step=9.ckpt": 9,
+        "last.ckpt": 9,
+    }
+    assert os.readlink(path / "link/last.ckpt") == "epoch=0-step=9.ckpt"
+    assert steps(path / "same") == {"name.ckpt": 10}  # its own file, written anew
+    assert steps(path / "light") == {"epoch=0-step=9.ckpt": 9}
 
 
 def test_l19_every_flavour_of_weights_only(folder: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -102,19 +109,19 @@ def test_l19_every_flavour_of_weights_only(folder: tuple[Path, list[dict[str, An
             assert_equal(ours["best2/step=6.ckpt", flag], ours["best2/step=6.ckpt", None])
 
 
-def extended(rank: int, world: int, folder: str, until: int) -> tuple[list[int], int, list[float]]:
+def extended(rank: int, world: int, folder: str, until: int, path: str | None = "last") -> tuple[list[int], int]:
     keeper = Keeper(folder, every_n_train_steps=5, save_top_k=-1, save_last=True)
     trainer = make_trainer(
         world, TorchRecStrategy(plan=PLAN), max_steps=until, callbacks=[keeper], enable_checkpointing=True
     )
     model = Noting(rank, dense="adam")
-    trainer.fit(model, stateful_loader(rank), ckpt_path="last")
-    return model.ids, trainer.global_step, model.losses
+    trainer.fit(model, stateful_loader(rank), ckpt_path=path)
+    return model.ids, trainer.global_step
 
 
 def test_l16_last_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     for number, until in enumerate((5, 10, 15)):
-        for ids, step, _ in run_ranks(extended, 2, str(tmp_path), until, timeout=120):
+        for ids, step in run_ranks(extended, 2, str(tmp_path), until, timeout=120):
             assert ids == list(range(until - 5, until))
             assert step == until
         if number == 1:
@@ -122,5 +129,13 @@ def test_l16_last_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
             for name in names(tmp_path):
                 at = 2_000_000_000 - 1000 * find_version(tmp_path / name).manifest.step
                 os.utime(tmp_path / name, (at, at))
-    assert len([n for n in names(tmp_path) if n.startswith("last")]) == 3
-    assert {find_version(tmp_path / n).manifest.step for n in names(tmp_path) if n.startswith("last")} == {15}
+    # A run from the start in the same folder: its last is the newest file, of a lower step.
+    run_ranks(extended, 2, str(tmp_path), 5, None, timeout=120)
+    listed = steps(tmp_path)
+    assert listed.pop("last-v1.ckpt") == 15  # whichever of the two is asked for
+    assert listed == {
+        "epoch=0-step=5.ckpt": 5, "epoch=0-step=5-v1.ckpt": 5, "epoch=0-step=10.ckpt": 10, "epoch=0-step=15.ckpt": 15,
+        "last.ckpt": 15,
+    }  # fmt: skip
+    for ids, step in run_ranks(extended, 2, str(tmp_path), 20, timeout=120):
+        assert (ids, step) == (list(range(15, 20)), 20)

@@ -11,7 +11,15 @@ import pytest
 
 from lightning_cpr import CPRCallback, CPRCheckpointIO
 from lightning_cpr._lightning import AsyncCheckpointIO, DDPStrategy, pl
-from lightning_cpr.errors import ConfigError, CPRError, ForeignRunError, IncompatiblePlanError, UnsupportedError
+from lightning_cpr.errors import (
+    ConfigError,
+    CPRError,
+    ForeignRunError,
+    IncompatiblePlanError,
+    ManifestError,
+    StorageError,
+    UnsupportedError,
+)
 from lightning_cpr.store import Storage, list_versions, newest
 from lightning_cpr.strategy import TorchRecStrategy
 from tests._ranks import run_ranks
@@ -59,8 +67,8 @@ def test_l17_two_callbacks_keep_their_own_state(tmp_path: Path) -> None:
         assert run["ids"] == list(range(9, 16))
         assert run["samples"] == (16 * 8, 16 * 8)
         assert len(set(run["keys"])) == 2
-        # saves at 0, 3, 6, 9 and 0, 7 were committed when the version of step 9 was made, less the one just begun
-        assert run["commits"] == (3 + 3, 2 + 3)
+        # before 0, 3, 6 (the version of step 9 does not count itself) and 0, 7; after 12, 15, 16 and 9, 16
+        assert run["commits"] == (3 + 3, 2 + 2)
     for root, run_id in zip(roots, before, strict=True):
         refs = list_versions(root)
         assert {ref.run_id for ref in refs} == {run_id}
@@ -78,7 +86,7 @@ def test_a_root_goes_on_with_its_run_from_another_checkpoint(tmp_path: Path) -> 
     assert all(run["ids"] == list(range(7, 16)) for run in runs)
     refs = list_versions(fast)
     assert {ref.run_id for ref in refs} == {first.run_id}
-    assert [(ref.epoch, ref.step) for ref in refs][:4] == [(1, 16), (1, 15), (1, 12), (1, 9)]
+    assert [(ref.epoch, ref.step) for ref in refs][:4] == [(1, 16), (1, 13), (1, 10), (1, 7)]
 
 
 def stock(rank: int, world: int, folder: str) -> dict[str, str]:
@@ -159,6 +167,25 @@ def test_l22_strict_lists_what_does_not_fit_and_loose_warns(tmp_path: Path) -> N
         assert listed in found["warned"][0]
         same = {k: v for k, v in found["rows"].items() if "bags.d" not in k}
         assert_equal(same, {k: v for k, v in found["saved"].items() if "bags.b" not in k})
+
+
+def differing(rank: int, world: int) -> tuple[str, str]:
+    trainer = make_trainer(world, TorchRecStrategy(plan=PLAN), max_steps=1)
+    trainer.fit(Tiny(), stateful_loader(rank))
+
+    def work() -> None:
+        raise ManifestError("gone") if rank == 0 else StorageError(5, "broken")
+
+    try:
+        trainer.strategy.job.together(work)
+    except CPRError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_ranks_that_fail_differently_raise_one_kind_of_error() -> None:
+    """They decide by it what they do next, e.g. whether an older version is tried."""
+    assert run_ranks(differing, 2, timeout=120) == [("ManifestError", "gone"), ("ManifestError", "rank 0: gone")]
 
 
 def refusals(rank: int, world: int, folder: str) -> dict[str, str]:

@@ -122,6 +122,11 @@ def test_t07_t09_t12_t17_l12_d05_goes_on_exactly(runs: Runs, step: int) -> None:
     assert {round(rate, 6) for ref in references for rates in ref["table_rates"][:5] for rate in rates} == {0.1}
 
 
+def test_t17_no_bits_are_promised_over_world_sizes() -> None:
+    text = (Path(__file__).parents[2] / "docs/guarantees.md").read_text()
+    assert "the same bits for the same world size only" in " ".join(text.split())
+
+
 def test_t10_every_file_loads_without_pickle(runs: Runs) -> None:
     folder, _ = runs
     files = [p for p in folder.rglob("*") if p.is_file()]
