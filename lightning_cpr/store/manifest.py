@@ -281,8 +281,6 @@ def _check(manifest: Manifest) -> None:
     for spec in manifest.tables:
         if spec.rows < 0 or spec.cols < 0:
             raise ValueError(f"table {spec.fqn} is {spec.rows} x {spec.cols}")
-        if not all(name.isprintable() for name in (spec.fqn, spec.optimizer, *(state.name for state in spec.states))):
-            raise ValueError(f"table {spec.fqn!r}: a name holds characters that cannot be printed")
     for entry in manifest.files:
         spec = tables[entry.table]
         inside = (
