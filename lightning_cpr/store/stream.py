@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_cpr.spec import RowBlock, Shard, ShardSpec
+from lightning_cpr.store.coverage import check_count
 from lightning_cpr.store.fetch import Fetcher, Piece, ahead
 from lightning_cpr.store.manifest import Manifest
 from lightning_cpr.store.reader import THREADS, write_piece
@@ -43,6 +44,7 @@ class TableReader:
         self._threads = threads
         # A forged manifest must not decide how much memory is taken: files of the sizes that it claims are there.
         check_files(storage, manifest)
+        check_count(self.spec, manifest.files)
         mine = [entry for entry in manifest.files if entry.table == fqn]
         with ThreadPoolExecutor(threads, thread_name_prefix="cpr-get") as pool:
             list(pool.map(self._fetcher.index, [entry for entry in mine if not entry.dense]))
