@@ -2,7 +2,7 @@
 
     python -m benchmarks.restore_chain [--full] [--out results.json]
 
-naive: every file, oldest first. chain: `read_into`, which takes each row from the newest file. compacted: the same after
+naive: every file, oldest first. chain: `read_into`, each row from the newest file. compacted: the same after
 `compact`. tail: the worst moment where every tenth increment is compacted, nine increments on top. base: a full base.
 All restores read the same data in the same process, one after the other in each round; every one is checked bit
 for bit. The ratios are medians over the rounds.
