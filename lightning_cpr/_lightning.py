@@ -85,9 +85,8 @@ if TYPE_CHECKING:
     from lightning_fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
     from pytorch_lightning.callbacks import Callback
     from pytorch_lightning.core.optimizer import LightningOptimizer
-    from pytorch_lightning.overrides.distributed import _sync_module_states as sync_module_states
     from pytorch_lightning.overrides.distributed import prepare_for_backward
-    from pytorch_lightning.plugins import AsyncCheckpointIO, MixedPrecision
+    from pytorch_lightning.plugins import AsyncCheckpointIO
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
     from pytorch_lightning.strategies.strategy import _ForwardRedirection as ForwardRedirection
     from pytorch_lightning.trainer.states import TrainerFn
@@ -105,9 +104,7 @@ else:
     Callback = _name(f"{PACKAGE}.callbacks", "Callback")
     LightningOptimizer = _name(f"{PACKAGE}.core.optimizer", "LightningOptimizer")
     prepare_for_backward = _name(f"{PACKAGE}.overrides.distributed", "prepare_for_backward")
-    sync_module_states = _name(f"{PACKAGE}.overrides.distributed", "_sync_module_states")
     AsyncCheckpointIO = _name(f"{PACKAGE}.plugins", "AsyncCheckpointIO")
-    MixedPrecision = _name(f"{PACKAGE}.plugins", "MixedPrecision")
     DDPStrategy = _name(f"{PACKAGE}.strategies", "DDPStrategy")
     StrategyRegistry = _name(f"{PACKAGE}.strategies", "StrategyRegistry")
     ForwardRedirection = _name(f"{PACKAGE}.strategies.strategy", "_ForwardRedirection")

@@ -13,13 +13,21 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cpr._lightning import Callback, check_trainer, pl
 from lightning_cpr.chain import Chain, next_content
-from lightning_cpr.checkpoint_io import Version, load_state
+from lightning_cpr.checkpoint_io import VERSION_KEY, Version, load_sound
 from lightning_cpr.controller import Bits, Controller, Fixed, RecoveryChoice
-from lightning_cpr.errors import CommitError, ConfigError, CPRError, ForeignRunError, UnsupportedError
+from lightning_cpr.errors import (
+    CommitError,
+    ConfigError,
+    CPRError,
+    ForeignRunError,
+    RecoveryError,
+    UnsupportedError,
+)
 from lightning_cpr.faults import FaultInjector
 from lightning_cpr.job import Job
 from lightning_cpr.policy import check
@@ -28,13 +36,15 @@ from lightning_cpr.policy.due import Due, Moment, Schedule, due
 from lightning_cpr.policy.ledger import Ledger, event_to_json
 from lightning_cpr.policy.priority import VARIANTS, PriorityConfig, Variant, choose_variant, select_tables
 from lightning_cpr.policy.setting import Mtbf, Setting
+from lightning_cpr.recovery.live import Recovery
 from lightning_cpr.recovery.plan import Mode
 from lightning_cpr.report.events import EventLog, metrics_of
-from lightning_cpr.restorer import Restorer
+from lightning_cpr.restorer import Recovered, Restorer
 from lightning_cpr.saver import BITS, BackgroundSaves, Committed, Progress, RunId, SavePlan
+from lightning_cpr.spec import Shard, ShardSpec
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.storage import Storage
-from lightning_cpr.store.versions import fence, load_manifest, newest
+from lightning_cpr.store.versions import fence, list_versions, load_manifest, newest
 from lightning_cpr.strategy import TorchRecStrategy
 from lightning_cpr.tables.tracker import RowTracker
 from lightning_cpr.units import seconds as to_seconds
@@ -150,6 +160,7 @@ class CPRCallback(Callback):
         self.ledger = Ledger(0)
         self._injector: FaultInjector | None = None
         self._foreign = ""
+        self._own_run: str | None = None
         self._closed: Moment | None = None
         self._prioritised: Moment | None = None
         self._saved_step = -1
@@ -197,52 +208,56 @@ class CPRCallback(Callback):
         """The model is sharded; Lightning restores a ``ckpt_path`` after this."""
         strategy = trainer.strategy
         assert isinstance(strategy, TorchRecStrategy)
-        self.job: Job = strategy.job
+        self.job: Job = strategy.job.scoped(self.root)
         self.storage = self.job.together(lambda: Storage(self.root, self.storage_options))
         self._events = EventLog(self.storage, self.job.rank)
         if self._injector is not None:
             self._injector.connect(self._events.emit, lambda: self.job.shards)
             self.storage.intercept = self._injector.intercept
         self._run = self.job.together(lambda: RunId.of(self.job, self.job.incarnation))
-        found = self.job.from_rank_0(self._find_run)
-        path, self._foreign = found
+        if self.job.alone:
+            return
+        path, self._own_run, self._foreign = self.job.from_rank_0(self._find_run)
         if path is not None:
             self._resume(trainer, path)
 
-    def _find_run(self) -> tuple[str | None, str]:
-        """(manifest to resume from, why the root may not be used)."""
+    def _find_run(self) -> tuple[str | None, str | None, str]:
+        """(manifest to resume from, the run to go on with, why the root may not be used)."""
         found = newest(self.storage)
         manifest = found.manifest
         if manifest is None:
-            return None, "" if not found.skipped else found.why
+            return None, None, "" if not found.skipped else found.why
         if self.resume == "never":
-            return None, f"it holds run {manifest.run_id} at step {manifest.step}, and resume='never'"
+            return None, None, f"it holds run {manifest.run_id} at step {manifest.step}, and resume='never'"
         for what in ("config", "plan"):
             if getattr(manifest, f"{what}_fingerprint") != getattr(self._run, f"{what}_fingerprint"):
                 model = "other tables or another model" if what == "config" else "another sharding plan or world size"
-                return None, f"its run {manifest.run_id} has {model} than this job"
-        return manifest.path, ""
+                return None, None, f"its run {manifest.run_id} has {model} than this job"
+        return manifest.path, manifest.run_id, ""
 
     def _resume(self, trainer: pl.Trainer, path: str) -> None:
-        def load() -> dict[str, Any]:
-            version = Version(self.storage, load_manifest(self.storage, path))
-            log.info("resuming from %s, step %d", version.name, version.manifest.step)
-            return load_state(version, self.job.rank, self.job.world_size)
-
-        # Lightning restores from what is loaded here, as it does for a ckpt_path; one that the user gave replaces it.
-        trainer._checkpoint_connector._loaded_checkpoint = self.job.together(load)
+        version = self.job.together(lambda: Version(self.storage, load_manifest(self.storage, path), refused=()))
+        log.info("resuming from %s, step %d", version.name, version.manifest.step)
+        checkpoint = load_sound(self.job, version)
+        connector = trainer._checkpoint_connector
+        other = connector._loaded_checkpoint.get(VERSION_KEY)
+        if other is None or other.manifest.step < checkpoint[VERSION_KEY].manifest.step:
+            # Lightning restores from this, as it does for a ckpt_path; one that the user gave replaces it.
+            connector._loaded_checkpoint = checkpoint
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Everything is restored; take up the run that it came from, or begin one."""
+        if self.job.alone:
+            return
         strategy = trainer.strategy
         assert isinstance(strategy, TorchRecStrategy)
         job, loaded = self.job, strategy.loaded_version
         same_root = loaded is not None and loaded.storage.root == self.storage.root
-        if same_root:
-            assert loaded is not None
-            self._run = RunId(loaded.manifest.run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
-            refs = newest(self.storage, consistency=None, run_id=self._run.run_id).manifest
-            self.epoch = job.broadcast(max(loaded.manifest.epoch, refs.epoch if refs else 0) + 1)
+        # Where a ckpt_path from elsewhere was loaded, the root's own run goes on with that: a root holds one run.
+        run_id = loaded.manifest.run_id if same_root and loaded is not None else self._own_run
+        if run_id is not None:
+            self._run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
+            self.epoch = job.from_rank_0(lambda: list_versions(self.storage, run_id)[0].epoch) + 1
         elif self._foreign:
             raise ForeignRunError(
                 f"{self.root} cannot be used: {self._foreign}. Resume that run with"
@@ -259,13 +274,12 @@ class CPRCallback(Callback):
         trainer.strategy.barrier("CPRCallback.on_train_start")
         self._controller = Controller(self._fixed, self._setting(), self._emit, self.counts["recoveries"])
         self._controller.restore(self._planner_state)
-        self._saves = BackgroundSaves(job, self._run, self._io(), self._make_tracker(), Chain())
-        self._restorer = Restorer(
-            job, self.storage, self._run.run_id, self._saves, self.timeout_s, self._emit, self._take_outcome
-        )
+        self._make_workers(self._make_tracker(), Chain())
         step = _step(trainer)
         self._started = time.monotonic()
         self._controller.trained(self.samples, 0.0, None)
+        for path in (loaded.refused or ()) if loaded is not None and same_root else ():
+            self._emit("version_refused", version=path, error="damaged")
         self._emit(
             "run_started", run_id=self._run.run_id, epoch=self.epoch, step=step, world_size=job.world_size,
             samples=self.samples, total_elements=self.ledger.total_elements,
@@ -312,10 +326,12 @@ class CPRCallback(Callback):
             job.module, job.owned, job.specs, priority=config, tables=tables, count=self._injector is not None
         )
 
-    def _io(self) -> SaveIO:
-        job = self.job
-        return SaveIO(
-            self.storage, job.kv, epoch=lambda: int(job.kv.get("epoch")), points=self._point, timeout_s=self.timeout_s
+    def _make_workers(self, tracker: RowTracker, chain: Chain) -> None:
+        kv = self.job.kv
+        io = SaveIO(self.storage, kv, epoch=lambda: int(kv.get("epoch")), points=self._point, timeout_s=self.timeout_s)
+        self._saves = BackgroundSaves(self.job, self._run, io, tracker, chain)
+        self._restorer = Restorer(
+            self.job, self.storage, self._run.run_id, self._saves, self.timeout_s, self._emit, self._take_outcome
         )
 
     def _point(self, point: str, step: int) -> None:
@@ -434,8 +450,11 @@ class CPRCallback(Callback):
         if step != self._saved_step and not trainer.interrupted:
             nonce = f"{self.job.incarnation}-{secrets.token_hex(4)}"
             self._start_save(trainer, self.job.from_rank_0(lambda: self._plan(step, nonce, "close")))
-            outcome = self._saves.poll(self.timeout_s)
+            # The save gives up by itself after as long; a moment more, so that its own error is seen.
+            outcome = self._saves.poll(self.timeout_s + 1)
             self._take_outcome(outcome)
+            if outcome is None:
+                raise CommitError(f"the last save, of step {step}, has not ended after {self.timeout_s:g} s")
             if isinstance(outcome, CPRError):
                 raise outcome
         self._emit("run_ended", step=step, samples=self.samples, pls=self.pls)
@@ -455,6 +474,42 @@ class CPRCallback(Callback):
     def _recover(self, trainer: pl.Trainer, failed: list[int], at: Progress) -> None:
         self.epoch += 1
         recovered = self._restorer.recover(trainer, failed, at, self.epoch, self._choose, self.ledger)
+        self._recovered(recovered, failed, at, {})
+
+    def restore_shards(self, recovery: Recovery, lost: Sequence[ShardSpec], shards: Sequence[Shard]) -> None:
+        """A process died and was replaced (`live.RecoveryHook`): its shards come back from the newest version."""
+        trainer, decision = self.job.trainer, recovery.decision
+        if self._fixed.recovery == "full":
+            raise RecoveryError("CPRCallback(recovery='full'): everybody goes back, by a restart of the job")
+        if not recovery.lost:
+            self._saves.abandon(self.timeout_s)
+        # What the donor knows of the run; a replacement knows nothing, be it rank 0.
+        told: list[Any] = [None]
+        if self.job.rank == decision.donor:
+            told = [(self._run.run_id, self.epoch, self.job.incarnation, self.state_dict(), self._closed)]
+        dist.broadcast_object_list(told, src=decision.donor)
+        run_id, epoch, incarnation, state, closed = told[0]
+        self._run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
+        self.load_state_dict(state)
+        self._closed, self.epoch = closed, epoch + 1
+        self.job.rejoin(incarnation, recovery.epoch)
+        if recovery.lost:
+            self._controller = Controller(self._fixed, self._setting(), self._emit, self.counts["recoveries"])
+            self._controller.restore(self._planner_state)
+        self._make_workers(self._make_tracker() if recovery.lost else self._saves.tracker, Chain())
+        failed = sorted({spec.owner for spec in lost} | set(decision.lost))
+        at = Progress(decision.step, self.samples)
+        recovered = self._restorer.recover_lost(trainer, failed, at, self.epoch, self.ledger)
+        phases = {f"{phase}_s": round(seconds, 6) for phase, seconds in recovery.seconds.items()}
+        self._recovered(recovered, failed, at, {"replaced": True, "error": recovery.error, **phases})
+
+    def on_recovered(self, recovery: Recovery, lost: Sequence[ShardSpec]) -> None:
+        """All stand together again (`live.RecoveryHook`)."""
+        if self.job.rank == 0:
+            seconds = {f"{phase}_s": round(value, 6) for phase, value in recovery.seconds.items()}
+            self._emit("rejoined", epoch=self.epoch, step=recovery.decision.step, **seconds)
+
+    def _recovered(self, recovered: Recovered, failed: list[int], at: Progress, more: dict[str, Any]) -> None:
         self.ledger = recovered.ledger
         if recovered.rewound is not None:
             self.samples = recovered.rewound.samples
@@ -468,7 +523,7 @@ class CPRCallback(Callback):
             epoch=self.epoch, version=next(iter(recovered.plan.sources.values())).name, bytes_read=recovered.bytes_read,
             rows=recovered.rows, seconds=round(recovered.seconds, 6), pls=self.pls,
             lost_row_updates=recovered.lost_updates, lost_row_updates_exact=recovered.lost_exact,
-            total_samples=self._total_samples(), ledger=event_to_json(recovered.event),
+            total_samples=self._total_samples(), ledger=event_to_json(recovered.event), **more,
         )  # fmt: skip
 
     def _choose(self, failed: Sequence[int], after: Ledger, lost_samples: int) -> tuple[Mode, str]:

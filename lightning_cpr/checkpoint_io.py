@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_cpr import state
 from lightning_cpr._lightning import CheckpointIO
-from lightning_cpr.errors import IncompatiblePlanError, ManifestError, UnsupportedError
+from lightning_cpr.errors import CorruptShardError, IncompatiblePlanError, ManifestError, UnsupportedError
 from lightning_cpr.job import Job
 from lightning_cpr.saver import Progress, RunId, rank_part, save_spec
+from lightning_cpr.store.blob import JOB_BLOB, rank_blob
 from lightning_cpr.store.commit import save
-from lightning_cpr.store.manifest import Manifest
-from lightning_cpr.store.reader import ReadReport, read_blob, read_into
+from lightning_cpr.store.find import Version, find_version
+from lightning_cpr.store.reader import ReadReport, read_into
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.stage import live_blocks
 from lightning_cpr.store.storage import Storage, relative_to
-from lightning_cpr.store.versions import list_versions, load_manifest, newest, remove
+from lightning_cpr.store.versions import load_manifest, newest, remove
 from lightning_cpr.tables.dense import load_dense_state
 from lightning_cpr.tables.scalars import load_fused_scalars
 from lightning_cpr.tables.shards import local_shards, table_specs
@@ -36,66 +35,6 @@ log = logging.getLogger(__name__)
 
 VERSION_KEY = "lightning_cpr_version"
 """Where a loaded checkpoint names the version that the strategy reads the tables from."""
-
-_LAST = re.compile(r"last(-v\d+)?\.ckpt")
-
-
-@dataclass(frozen=True)
-class Version:
-    """A committed version and the storage that holds it."""
-
-    storage: Storage
-    manifest: Manifest
-
-    @property
-    def name(self) -> str:
-        return f"{self.storage.root}@{self.manifest.version}"
-
-    def blob(self, name: str) -> dict[str, Any]:
-        """A blob's plain values."""
-        return state.decode_blob(read_blob(self.storage, self.manifest, name), name)
-
-    def rank_blobs(self) -> list[dict[str, Any]]:
-        """The blobs of all ranks that saved the version."""
-        return [self.blob(state.rank_blob(rank)) for rank in range(self.manifest.world_size)]
-
-
-def find_version(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Version:
-    """The version that a ``ckpt_path`` means.
-
-    A file is a checkpoint of `CPRCheckpointIO`; a folder is a root, of which the newest exact valid version is taken;
-    ``<root>@<version>`` names one by its id or its step ("@" splits at the last one, where no such path exists).
-    ``last.ckpt`` means the checkpoint of the highest step among ``last*.ckpt`` beside it, whatever the file times say.
-
-    Raises:
-        ManifestError: there is nothing usable; the message says what is there.
-    """
-    text = os.fspath(path)
-    folder, name = relative_to(text.rstrip("/"))
-    beside = Storage(folder, storage_options)
-    if beside.exists(name):
-        if _LAST.fullmatch(name):
-            name = _newest_last(beside, name)
-        return Version(beside, load_manifest(beside, name))
-    root, at, wanted = text.rpartition("@")
-    storage = Storage(text, storage_options)
-    if not at or storage.list() is not None:
-        return Version(storage, newest(storage).require())
-    storage = Storage(root, storage_options)
-    refs = [r for r in list_versions(storage) if wanted in (r.version, str(r.step))]
-    if not refs:
-        raise ManifestError(f"{root} has no version {wanted!r}; `lightning-cpr inspect {root}` lists what it has")
-    return Version(storage, load_manifest(storage, refs[0]))
-
-
-def _newest_last(storage: Storage, name: str) -> str:
-    rivals = [e.path for e in storage.list() or [] if not e.is_dir and _LAST.fullmatch(e.path)]
-    if len(rivals) < 2:
-        return name
-    manifests = {path: load_manifest(storage, path) for path in rivals}
-    best = max(rivals, key=lambda path: (manifests[path].step, manifests[path].wall_time))
-    log.info("%s of step %d is the newest of %s", best, manifests[best].step, ", ".join(sorted(rivals)))
-    return best
 
 
 class CPRCheckpointIO(CheckpointIO):
@@ -152,19 +91,18 @@ class CPRCheckpointIO(CheckpointIO):
         job = self._job
         if job is None:
             return load_state(find_version(path, self.storage_options), rank=0, world_size=1)
-        version = self._agreed(job, path)
-        return job.together(lambda: load_state(version, job.rank, job.world_size))
+        return load_sound(job, self._agreed(job, path))
 
     def _agreed(self, job: Job, path: Any) -> Version:
         """Rank 0 finds the version; the others take the same, however the storage changes meanwhile."""
 
-        def find() -> tuple[str, str]:
+        def find() -> tuple[str, str, tuple[str, ...] | None]:
             version = find_version(path, self.storage_options)
-            return version.storage.root, version.manifest.path
+            return version.storage.root, version.manifest.path, version.refused
 
-        root, manifest = job.from_rank_0(find)
+        root, manifest, refused = job.from_rank_0(find)
         storage = Storage(root, self.storage_options)
-        return Version(storage, load_manifest(storage, manifest))
+        return job.together(lambda: Version(storage, load_manifest(storage, manifest), refused))
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint: the manifest first, then its chunks. One that is not there is no error."""
@@ -184,15 +122,15 @@ class CPRCheckpointIO(CheckpointIO):
         """
         version = find_version(path, storage_options)
         restore_tables(version, model, strict=strict, with_states=False)
-        load_dense_state(model, version.blob(state.JOB_BLOB)["state_dict"], strict=strict)
+        load_dense_state(model, version.blob(JOB_BLOB)["state_dict"], strict=strict)
         return model
 
 
 def load_state(version: Version, rank: int, world_size: int) -> dict[str, Any]:
     """The checkpoint of a rank: what all ranks share, with its own loops, and the version to read the tables from."""
-    checkpoint = version.blob(state.JOB_BLOB)
+    checkpoint = version.blob(JOB_BLOB)
     if version.manifest.world_size == world_size:
-        own = version.blob(state.rank_blob(rank))
+        own = version.blob(rank_blob(rank))
         checkpoint |= {"loops": own["loops"], "rng": own["rng"]}
     elif "loops" in checkpoint:
         log.warning(
@@ -202,6 +140,36 @@ def load_state(version: Version, rank: int, world_size: int) -> dict[str, Any]:
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
     checkpoint[VERSION_KEY] = version
     return checkpoint
+
+
+def load_sound(job: Job, version: Version) -> dict[str, Any]:
+    """`load_state` on every rank. Where ``version`` was chosen as the newest and is damaged, of the one before it."""
+    while True:
+        try:
+            return job.together(partial(load_state, version, job.rank, job.world_size))
+        except CorruptShardError as error:
+            version = version_before(job, version, error)
+
+
+def version_before(job: Job, version: Version, damage: CorruptShardError) -> Version:
+    """The newest exact version of a root that is not refused yet; ``damage`` where a version was asked for by name.
+
+    Raises:
+        ManifestError: no sound version is left.
+    """
+    if version.refused is None:
+        raise damage
+    log.error("%s is damaged, the version before it is used: %s", version.name, damage)
+    storage, run_id, refused = version.storage, version.manifest.run_id, (*version.refused, version.manifest.path)
+
+    def find() -> str:
+        manifest = newest(storage, run_id=run_id, exclude=refused).manifest
+        if manifest is None:
+            raise ManifestError(f"{storage.root}: no sound version is left, the oldest failed with: {damage}")
+        return manifest.path
+
+    path = job.from_rank_0(find)
+    return job.together(lambda: Version(storage, load_manifest(storage, path), refused))
 
 
 def restore_tables(

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from lightning_cpr._version import __version__
+from lightning_cpr.arguments import run
 from lightning_cpr.errors import CPRError
 
 TRAINER_COMMANDS = {
@@ -18,8 +19,19 @@ TRAINER_COMMANDS = {
     "predict": "predict with a model from a config",
 }
 
+LAUNCH = {"run": "start a job as torchrun does; a process that dies is replaced, the others keep pid and memory"}
+
 # command: (module, function). Imported when used: `inspect` needs no Trainer, `fit` no plots.
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "plan": ("lightning_cpr.report.planning", "plan_command"),
+    "simulate": ("lightning_cpr.report.planning", "simulate_command"),
+    "inspect": ("lightning_cpr.tools.inspect", "inspect_command"),
+    "verify": ("lightning_cpr.tools.verify", "verify_command"),
+    "export": ("lightning_cpr.tools.export", "export_command"),
+    "import": ("lightning_cpr.tools.import_dcp", "import_command"),
+    "diff": ("lightning_cpr.tools.diff", "diff_command"),
+    "gc": ("lightning_cpr.tools.gc", "gc_command"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,19 +47,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if command in TRAINER_COMMANDS:
             return run_trainer(args)
+        if command in LAUNCH:
+            return launch(args[1:])
         if command in COMMANDS:
-            return _run(_function(command), command, args[1:])
+            return run(_function(command), f"lightning-cpr {command}", args[1:])
         print(f"lightning-cpr: no command {command!r}\n\n{usage()}", file=sys.stderr)
         return 2
     except CPRError as e:
-        print(f"lightning-cpr {command}: {e}", file=sys.stderr)
+        print(f"lightning-cpr {command}: {one_line(e)}", file=sys.stderr)
         return 2
+
+
+def one_line(error: CPRError) -> str:
+    """An error's message without the traces of other ranks that follow it; lists are kept."""
+    first, *more = str(error).splitlines() or [""]
+    return " ".join([first, *(line.strip() for line in more)]) if first.endswith(":") else first
 
 
 def usage() -> str:
     """The text of ``lightning-cpr --help``."""
     lines = ["usage: lightning-cpr COMMAND [options]", "", "commands:"]
-    summaries = {**TRAINER_COMMANDS, **{c: (_function(c).__doc__ or "").partition("\n")[0] for c in COMMANDS}}
+    ours = {c: (_function(c).__doc__ or "").partition("\n")[0].rstrip(".") for c in COMMANDS}
+    summaries = {**TRAINER_COMMANDS, **LAUNCH, **{c: text[:1].lower() + text[1:] for c, text in ours.items()}}
     lines += [f"  {name:<10} {summary}" for name, summary in summaries.items()]
     return "\n".join([*lines, "", "lightning-cpr COMMAND --help shows a command's options."])
 
@@ -67,16 +88,23 @@ def run_trainer(args: Sequence[str]) -> int:
     return 0
 
 
+def launch(args: Sequence[str]) -> int:
+    """``lightning-cpr run``: torchrun's options and ours."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from lightning_cpr.recovery.launch import run as run_job
+
+    try:
+        run_job(args)
+    except ChildFailedError as e:
+        print(f"lightning-cpr run: the job failed\n{e}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _function(command: str) -> Callable[..., Any]:
     module, name = COMMANDS[command]
     return getattr(import_module(module), name)
-
-
-def _run(function: Callable[..., Any], command: str, args: Sequence[str]) -> int:
-    from jsonargparse import auto_cli
-
-    status = auto_cli(function, args=list(args), prog=f"lightning-cpr {command}", as_positional=True)
-    return int(status or 0)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ import torch
 
 from lightning_cpr._lightning import pl
 from lightning_cpr.errors import ConfigError, FaultInjectedError
+from lightning_cpr.recovery.membership import REPLACES_ENV
 
 if TYPE_CHECKING:
     from lightning_cpr.spec import Shard
@@ -50,6 +51,8 @@ STORAGE_KINDS = ("torn_write", "bit_flip", "disk_full", "slow")
 @dataclass(frozen=True)
 class Fault:
     """One fault. It fires once, in the attempt of the job that it names (torchrun's restart count; None: in each).
+
+    A process that replaces a dead one fires the faults of the batches after its first.
 
     ``seconds`` is how long ``hang`` and ``slow`` last. Storage faults strike the first file that the save of ``step``
     writes on ``rank``.
@@ -136,6 +139,7 @@ class FaultInjector(pl.Callback):
         self._saving_step = 0
         self._rank = 0
         self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._replaces = REPLACES_ENV in os.environ
         self._lock = threading.Lock()
 
     def wipe(self, rank: int, step: int) -> FaultInjector:
@@ -218,6 +222,9 @@ class FaultInjector(pl.Callback):
             raise ConfigError(f"{late[0]}: this job has {trainer.world_size} ranks")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self._replaces:  # what was due up to this batch was due in the process that died
+            self._replaces = False
+            self.faults = [f for f in self.faults if f.step > _batch(trainer)]
         self.at_point("forward", _batch(trainer))
 
     def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from copy import copy
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -29,10 +30,32 @@ class Job:
         self.trainer = trainer
         self.rank = trainer.global_rank
         self.world_size = trainer.world_size
-        # Keys of an earlier fit or an earlier incarnation may still be in the agent's store: never share their prefix.
         self.incarnation: str = self.broadcast(secrets.token_hex(4))
-        default_store = dist.distributed_c10d._get_default_store()
-        self.kv: KeyValue = dist.PrefixStore(f"lightning_cpr/{self.incarnation}", default_store)
+        self.kv: KeyValue = self._key_value("0")
+
+    def _key_value(self, part: str) -> KeyValue:
+        # Keys of an earlier fit or an earlier incarnation may still be in the agent's store: never share their prefix.
+        store = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"lightning_cpr/{self.incarnation}/{part}", store)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process is a replacement that has not joined the others yet: it runs no collective."""
+        live = self.trainer.strategy.live  # type: ignore[attr-defined]
+        return live is not None and live.apart
+
+    def rejoin(self, incarnation: str, epoch: int) -> None:
+        """After a live recovery, on every rank: the new group's store, and what was derived from the old model."""
+        self.incarnation = incarnation
+        self.kv = self._key_value(str(epoch))
+        for name in ("shards", "specs", "plan"):
+            self.__dict__.pop(name, None)
+
+    def scoped(self, name: str) -> Job:
+        """The same job with keys of its own: for one of several callbacks, whose saves must not meet."""
+        scoped = copy(self)
+        scoped.kv = dist.PrefixStore(name, cast(dist.Store, self.kv))
+        return scoped
 
     @property
     def module(self) -> pl.LightningModule:
@@ -74,7 +97,7 @@ class Job:
     def from_rank_0(self, work: Callable[[], T]) -> T:
         """Do ``work`` on rank 0; its result, or its CPRError, on every rank. A collective: training thread only."""
         outcome: tuple[T | None, CPRError | None] = (None, None)
-        if self.rank == 0:
+        if self.rank == 0 or self.alone:
             try:
                 outcome = (work(), None)
             except CPRError as e:
@@ -89,6 +112,8 @@ class Job:
 
         A collective: training thread only. Without it one rank's error would leave the others waiting for it.
         """
+        if self.alone:
+            return work()
         result: Any = None
         error: Exception | None = None
         try:
@@ -100,6 +125,7 @@ class Job:
         first = next(((rank, e) for rank, e in enumerate(errors) if e is not None), None)
         if first is None:
             return result
-        if error is not None:
+        if first[0] == self.rank and error is not None:
             raise error
-        raise type(first[1])(f"rank {first[0]}: {first[1]}") from first[1]
+        # Of one kind everywhere, since the ranks decide by it what they do next.
+        raise type(first[1])(f"rank {first[0]}: {first[1]}") from (error or first[1])

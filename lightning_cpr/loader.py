@@ -8,7 +8,7 @@ is noted as its batch is handed out, and a save takes the note of the batch trai
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,6 +29,18 @@ def has_length(loader: Any) -> bool:
     except (TypeError, NotImplementedError):
         return False
     return True
+
+
+def restart_warning(loaders: Iterable[Any], batches: int) -> str | None:
+    """What to tell a user whose epoch goes on after ``batches`` of its batches with loaders that start it over."""
+    names = sorted({type(loader).__name__ for loader in loaders if not isinstance(loader, StatefulLoader)})
+    if not names or not batches:
+        return None
+    return (
+        f"the training loader ({', '.join(names)}) cannot say where it stands: {batches} batches into the epoch it"
+        " starts over, so that batches are trained on twice and others left out. Use torchdata's StatefulDataLoader,"
+        " or give it state_dict and load_state_dict."
+    )
 
 
 @dataclass(frozen=True)

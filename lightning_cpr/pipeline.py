@@ -29,6 +29,8 @@ class PipelinedModule(pl.LightningModule):
         super().__init__(*args, **kwargs)
         self.automatic_optimization = False
         self._pipeline: SparsePipeline | None = None
+        self._source: Iterator[Any] | None = None
+        self._exhausted = False
 
     @property
     def in_flight(self) -> int:
@@ -52,11 +54,14 @@ class PipelinedModule(pl.LightningModule):
             pipeline = self._pipeline = self._make_pipeline()
         fetcher = self.trainer.fit_loop._data_fetcher
         assert fetcher is not None
+        if dataloader_iter is not self._source:
+            self._source, self._exhausted = dataloader_iter, False
         output, (batch, batch_idx, *_) = pipeline.train_next(dataloader_iter)
         self.training_output(output, batch_idx)
         self._step_schedulers("step")
         # The loop ends an epoch when the loader is exhausted, and tells hooks of the batch fetched last.
-        fetcher.done = fetcher.done and not pipeline.in_flight
+        self._exhausted = self._exhausted or fetcher.done
+        fetcher.done = self._exhausted and not pipeline.in_flight
         fetcher._batch, fetcher._batch_idx = batch, batch_idx  # type: ignore[attr-defined]
 
     def _make_pipeline(self) -> SparsePipeline:
@@ -89,7 +94,7 @@ class PipelinedModule(pl.LightningModule):
     def close_pipeline(self) -> None:
         """Ends the pipeline and drops what is in flight. The strategy calls it at tear-down."""
         self.pause_pipeline()
-        self._pipeline = None
+        self._pipeline = self._source = None
 
 
 class _AllOptimizers:

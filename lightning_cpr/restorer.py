@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_cpr._lightning import pl
 from lightning_cpr.chain import Chain, exact_point
-from lightning_cpr.checkpoint_io import Version, load_state
+from lightning_cpr.checkpoint_io import Version, load_sound
 from lightning_cpr.errors import CorruptShardError, CPRError, ManifestError, RecoveryError
 from lightning_cpr.job import Job
 from lightning_cpr.policy.ledger import Event, Ledger, charge
@@ -40,7 +40,7 @@ class Recovered:
     bytes_read: int
     rows: int
     seconds: float
-    lost_updates: int
+    lost_updates: int | None
     lost_exact: bool
 
 
@@ -85,6 +85,49 @@ class Restorer:
         before = self._job.broadcast(self._saves.chain)
         lost, exact = self._lost_updates(failed, before.version)
         mode, reason = self._job.from_rank_0(lambda: self._mode(failed, at, choose, ledger))
+        recovered = self._bring_back(trainer, failed, at, before, (mode, reason), ledger, started)
+        return (
+            recovered
+            if recovered.plan.mode == "full"
+            else replace(recovered, lost_updates=lost, lost_exact=exact and recovered.lost_exact)
+        )
+
+    def recover_lost(
+        self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, ledger: Ledger
+    ) -> Recovered:
+        """`recover` for ranks whose processes were replaced: the old group and its saves are gone already.
+
+        What the dead processes counted of their rows' updates is gone too.
+        """
+        started = time.monotonic()
+        if self._job.rank == 0:
+            self._job.kv.set("epoch", str(epoch))
+            fence(self._storage, self._run_id, epoch)
+        dist.barrier()
+
+        def newest_chain() -> Chain:
+            manifest = newest(self._storage, None, self._run_id).manifest
+            return Chain() if manifest is None else Chain.of(manifest)
+
+        before = self._saves.chain = self._job.from_rank_0(newest_chain)
+        self._saves.tracker.settle(before.version)
+        why: tuple[Mode, str] = ("partial", "a process died and was replaced")
+        recovered = self._bring_back(trainer, failed, at, before, why, ledger, started)
+        return replace(recovered, lost_updates=None, lost_exact=False)
+
+    def _bring_back(
+        self,
+        trainer: pl.Trainer,
+        failed: list[int],
+        at: Progress,
+        before: Chain,
+        why: tuple[Mode, str],
+        ledger: Ledger,
+        started: float,
+    ) -> Recovered:
+        """``before``: the newest version that stands, which the survivors' dirty rows are counted from."""
+        mode, reason = why
+        exact = True
         refused: list[str] = []
         while True:
             plan, manifest = self._decide(failed, mode, reason, refused)
@@ -105,9 +148,7 @@ class Restorer:
         else:
             ledger, event = charge(ledger, at.samples, self._losses(failed, manifest))
         seconds = time.monotonic() - started
-        if plan.mode == "full":
-            lost, exact = 0, True
-        return Recovered(plan, ledger, event, rewound, bytes_read, rows, seconds, lost, exact)
+        return Recovered(plan, ledger, event, rewound, bytes_read, rows, seconds, 0, plan.mode == "full" or exact)
 
     def holds(self, manifest: Manifest) -> None:
         """This rank's shards hold this version's rows, and the next saves build on it."""
@@ -171,9 +212,8 @@ class Restorer:
         problem, bytes_read, rows = None, 0, 0
         try:
             if plan.mode == "full":
-                version = Version(self._storage, manifest)
-                checkpoint = load_state(version, self._job.rank, self._job.world_size)
-                rewind(trainer, checkpoint)
+                # Both fail on all ranks or on none: they are collectives.
+                rewind(trainer, load_sound(self._job, Version(self._storage, manifest)))
                 self.holds(manifest)
                 rows = sum(shard.spec.rows for shard in self._job.owned)
                 bytes_read = sum(f.bytes for f in manifest.files) if self._job.rank == 0 else 0

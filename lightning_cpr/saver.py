@@ -23,11 +23,12 @@ from lightning_cpr.errors import CommitError, CPRError
 from lightning_cpr.job import Job
 from lightning_cpr.spec import RowBlock, ShardSpec
 from lightning_cpr.store.background import BackgroundWriter
+from lightning_cpr.store.blob import JOB_BLOB, encode_blob, rank_blob
 from lightning_cpr.store.commit import save
 from lightning_cpr.store.manifest import Manifest, ShardRecord, new_version_id
 from lightning_cpr.store.save import RankPart, SaveIO, SaveReport, SaveSpec
 from lightning_cpr.store.stage import Stager
-from lightning_cpr.store.versions import load_manifest
+from lightning_cpr.store.versions import clean_torn, load_manifest
 from lightning_cpr.tables.scalars import fused_scalars
 from lightning_cpr.tables.shards import plan_fingerprint
 from lightning_cpr.tables.tracker import RowTracker
@@ -109,9 +110,9 @@ def rank_part(
         "rng": state.to_plain(state.rng_state()),
         "scalars": state.to_plain(fused_scalars(job.module, job.trainer.optimizers)),
     }
-    blobs = {state.rank_blob(job.rank): state.encode_blob(own)}
+    blobs = {rank_blob(job.rank): encode_blob(own)}
     if job.rank == 0:
-        blobs[state.JOB_BLOB] = state.encode_blob(plain)
+        blobs[JOB_BLOB] = encode_blob(plain)
     return RankPart(
         rank=job.rank,
         blocks=blocks,
@@ -214,11 +215,20 @@ class BackgroundSaves:
 
         def work() -> Committed:
             report = save(self.io, spec, part, state, ledger)
-            return Committed(report, load_manifest(self.io.storage, report.path) if self.job.rank == 0 else None)
+            return Committed(report, self._clean(report.path) if self.job.rank == 0 else None)
 
         self._writer.submit(work)
         self._busy = True
         return stall
+
+    def _clean(self, path: str) -> Manifest:
+        """The manifest of a commit, whose run's torn saves from before it are removed."""
+        manifest = load_manifest(self.io.storage, path)
+        try:
+            clean_torn(self.io.storage, manifest)
+        except CPRError as error:
+            log.warning("version %s is committed; torn ones before it stay: %s", manifest.version, error)
+        return manifest
 
     def poll(self, timeout: float = 0.0) -> Committed | CPRError | None:
         """The outcome of the save in flight, once; None if there is none, or it has not ended within ``timeout``."""
@@ -237,6 +247,11 @@ class BackgroundSaves:
         self.failed_in_a_row += 1
         self.first_failure = self.first_failure or error
         return error
+
+    def abandon(self, timeout: float) -> None:
+        """Give up the save in flight, whose other ranks may be gone."""
+        self.io.cancel.set()
+        self.close(timeout)
 
     def close(self, timeout: float) -> None:
         """End the save in flight: wait for it, then cancel it. For exceptions and teardown; no collectives."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import io
 import logging
 import os
 import random
@@ -22,17 +21,12 @@ import torch
 from torch import Tensor
 
 from lightning_cpr._lightning import pl
-from lightning_cpr.errors import CorruptShardError, UnsupportedError
+from lightning_cpr.errors import UnsupportedError
+from lightning_cpr.loader import restart_warning
 
 log = logging.getLogger(__name__)
 
-JOB_BLOB = "job.pt"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-
-def rank_blob(rank: int) -> str:
-    """The name of a rank's blob."""
-    return f"rank{rank}.pt"
 
 
 def to_plain(value: Any, where: str = "checkpoint") -> Any:
@@ -74,25 +68,6 @@ def to_plain(value: Any, where: str = "checkpoint") -> Any:
         " tensors and plain Python values only, so that loading it can run no code. Return such values from your"
         " state_dict / on_save_checkpoint."
     )
-
-
-def encode_blob(value: Mapping[str, Any]) -> bytes:
-    """Plain values as the bytes of a ``torch.save`` file."""
-    buffer = io.BytesIO()
-    torch.save(dict(value), buffer)
-    return buffer.getvalue()
-
-
-def decode_blob(data: bytes, name: str) -> dict[str, Any]:
-    """The inverse of `encode_blob`; never runs code from the file.
-
-    Raises:
-        CorruptShardError: the bytes are no such file.
-    """
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as e:  # torch.load raises many kinds; each means that the bytes are not ours
-        raise CorruptShardError(f"{name} cannot be read back as plain tensors and values: {e}") from e
 
 
 def rng_state() -> dict[str, Any]:
@@ -158,6 +133,9 @@ def rewind(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
             sampler.set_epoch(fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
     loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
     fit_loop._combined_loader_states_to_load = []
+    done = fit_loop.epoch_loop.batch_progress.current.ready
+    if (warning := restart_warning(loader.flattened, done)) and trainer.is_global_zero:
+        log.warning(warning)
     iter(fetcher)
-    fetcher.fetched += fit_loop.epoch_loop.batch_progress.current.ready
+    fetcher.fetched += done
     set_rng_state(checkpoint["rng"])

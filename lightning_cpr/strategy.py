@@ -12,6 +12,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -29,10 +30,18 @@ from lightning_cpr._lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_cpr.checkpoint_io import VERSION_KEY, CPRCheckpointIO, Version, restore_tables
-from lightning_cpr.errors import ConfigError, UnsupportedError
+from lightning_cpr.checkpoint_io import (
+    VERSION_KEY,
+    CPRCheckpointIO,
+    Version,
+    load_sound,
+    restore_tables,
+    version_before,
+)
+from lightning_cpr.errors import ConfigError, CorruptShardError, UnsupportedError
 from lightning_cpr.job import Job
-from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length
+from lightning_cpr.live import LiveRecovery, under_guardian
+from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length, restart_warning
 from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.state import set_rng_state
 from lightning_cpr.tables import sharding
@@ -42,13 +51,14 @@ from lightning_cpr.tables.dense import (
     load_dense_optimizer_state,
     load_dense_state,
 )
+from lightning_cpr.tables.rebind import tables_uninitialised
 from lightning_cpr.tables.sharding import PlanLike, World
 from lightning_cpr.tables.table_optim import (
     FusedRates,
     claim_tables,
     drop_fused,
-    fused_optimizer,
     has_fused_updates,
+    tables_optimizer,
     undeclared_fused_tables,
 )
 
@@ -108,6 +118,7 @@ class TorchRecStrategy(DDPStrategy):
         self._rng: dict[str, Any] | None = None
         self._rates: FusedRates | None = None
         self._table_optimizers: list[Optimizer] = []
+        self.live = LiveRecovery(self) if under_guardian() else None
 
     @property  # type: ignore[override]
     def checkpoint_io(self) -> CPRCheckpointIO:
@@ -133,6 +144,9 @@ class TorchRecStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         # torchrec reads the ranks of a node from here; torchrun sets it, Lightning's launcher does not.
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
+        if self.live is not None:
+            assert self._timeout is not None
+            self.live.setup_group(self._get_process_group_backend(), self._timeout.total_seconds())
         super().setup_distributed()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -148,14 +162,16 @@ class TorchRecStrategy(DDPStrategy):
         self.model = self._setup_model(self.precision_plugin.convert_module(module))
         self._rates = FusedRates(self.model)
         if fitting:
-            self._check_training(trainer, self.model)
             self.setup_optimizers(trainer)
+            self._check_training(trainer, self.model)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
         self.job = Job(trainer)
         self.loaded_version, self._rng = None, None
         self.checkpoint_io.attach(self.job)
+        if self.live is not None:
+            self.live.setup(trainer)
 
     def model_to_device(self) -> None:
         """Nothing: tables may be on meta; sharding puts every tensor where it belongs."""
@@ -170,7 +186,8 @@ class TorchRecStrategy(DDPStrategy):
             sharders=self._sharders,
             topology=self._topology,
         )
-        return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
+        with tables_uninitialised() if self.live is not None and self.live.apart else nullcontext():
+            return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
 
     def _check_training(self, trainer: pl.Trainer, model: nn.Module) -> None:
         """Refuses what trains wrongly, and names what trains differently, when tables are updated in backward."""
@@ -179,19 +196,21 @@ class TorchRecStrategy(DDPStrategy):
                 f"No optimizer was declared for {', '.join(undeclared)}: fbgemm trains them with SGD at a rate of "
                 f"0.01. Declare one with apply_optimizer_in_backward."
             )
-        if not has_fused_updates(model):
+        fused = has_fused_updates(model)
+        if not fused and not self._table_optimizers:
             return
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         schedules = [cb for cb in callbacks if hasattr(cb, "going_to_accumulate_grad_batches")]
-        if trainer.accumulate_grad_batches > 1 or any(cb.going_to_accumulate_grad_batches() for cb in schedules):
+        accumulates = trainer.accumulate_grad_batches > 1
+        if fused and (accumulates or any(cb.going_to_accumulate_grad_batches() for cb in schedules)):
             raise UnsupportedError(
                 "accumulate_grad_batches > 1: fused tables are updated in every backward, so tables would take one "
                 "step a batch and dense parameters one step a window. Use a larger batch, or 1."
             )
         if getattr(self.precision_plugin, "precision", None) == "16-mixed":
             raise UnsupportedError(
-                "precision='16-mixed': fused tables are updated in backward with the scaled gradient, infinite ones "
-                "included, since they do not know the loss scale. Use precision='bf16-mixed'."
+                "precision='16-mixed': tables are updated by their own optimizers with the scaled gradient, infinite "
+                "ones included, since those do not know the loss scale. Use precision='bf16-mixed'."
             )
         if trainer.gradient_clip_val:
             rank_zero_warn(
@@ -218,9 +237,9 @@ class TorchRecStrategy(DDPStrategy):
 
     @property
     def fused_optimizer(self) -> Any:
-        """TorchRec's optimizer over this rank's fused tables. A rate set in a param group holds from the next batch."""
+        """TorchRec's optimizer over this rank's tables. A rate set in a param group holds from the next batch."""
         assert self.model is not None
-        return fused_optimizer(self.model)
+        return tables_optimizer(self.model)
 
     def add_fused_groups(self, optimizer: Optimizer) -> Optimizer:
         """Lets ``optimizer``'s learning-rate schedulers drive the tables too; returns it. In ``configure_optimizers``::
@@ -237,7 +256,11 @@ class TorchRecStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._rates is not None
+        assert self.model is not None
+        assert self.lightning_module is not None
         self._rates.push()
+        if self.model.training != self.lightning_module.training:
+            sharding.sync_training_mode(self.model, self.lightning_module)
         if isinstance(self.lightning_module, PipelinedModule):
             # Its pipeline calls the wrapped model itself, once per batch.
             with self.precision_plugin.train_step_context():
@@ -250,6 +273,12 @@ class TorchRecStrategy(DDPStrategy):
             self.lightning_module.pause_pipeline()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None = None, **kwargs: Any) -> Any:
+        def run() -> Any:
+            return self._optimizer_step(optimizer, closure, model, **kwargs)
+
+        return run() if self.live is None else self.live.step(run, closure)
+
+    def _optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # Step all before clearing any: the tables of one dense kernel share a gradient tensor.
         for table_optimizer in self._table_optimizers:
@@ -288,10 +317,46 @@ class TorchRecStrategy(DDPStrategy):
         with nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
 
+    # Collectives. None while this rank is alone: a replacement that has not joined the others yet (see `LiveRecovery`),
+    # or a rank on which an error ends the Trainer: the others may be anywhere, so nothing waits for them.
+
+    @property
+    def _failing(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.interrupted
+
+    @property
+    def _alone(self) -> bool:
+        return self._failing or (self.live is not None and self.live.apart)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self._alone:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._alone else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor if self._alone else super().reduce(tensor, *args, **kwargs)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._alone else super().reduce_boolean_decision(decision, all)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return tensor.unsqueeze(0) if self._alone else super().all_gather(tensor, group, sync_grads)
+
     # Checkpoints.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Every rank saves its own shards."""
+        """Every rank saves its own shards. Not while an error is on its way up (``save_on_exception``): then rows,
+        states and dense part may be of different steps, and the other ranks are not here.
+        """
+        if self._failing:
+            log.error(
+                "%s is not saved: an error ends the run inside a batch, where tables and dense parameters are of"
+                " different steps. Resume from the newest version instead (CPRCallback saves them as training goes).",
+                filepath,
+            )
+            return
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -304,26 +369,57 @@ class TorchRecStrategy(DDPStrategy):
 
         Raises:
             IncompatiblePlanError: on every rank, if they fit the model on none. No tensor was changed.
+        CorruptShardError: on every rank, if the version was asked for by name; else the one before it is used.
         """
         model = self.lightning_module
         assert model is not None
-        version = checkpoint.get(VERSION_KEY)
-        if not isinstance(version, Version):
+        if VERSION_KEY not in checkpoint:
             raise ConfigError("the checkpoint was not loaded by CPRCheckpointIO, so nothing says where its tables are")
-        self.job.together(lambda: restore_tables(version, model, self.optimizers, strict=strict))
+        version: Version | None = checkpoint[VERSION_KEY]
+        if version is None:  # a survivor's dense state, in a live recovery: rows come from elsewhere
+            load_dense_state(model, checkpoint["state_dict"], strict=strict)
+            return
+        while True:
+            try:
+                self.job.together(partial(restore_tables, version, model, self.optimizers, strict=strict))
+                break
+            except CorruptShardError as error:
+                # Lightning goes on with this very dict, and has shown it to the module.
+                assert isinstance(checkpoint, dict)
+                older = load_sound(self.job, version_before(self.job, version, error))
+                checkpoint.clear()
+                checkpoint.update(older)
+                version = checkpoint[VERSION_KEY]
+                model.on_load_checkpoint(checkpoint)
         self.job.together(lambda: load_dense_state(model, checkpoint["state_dict"], strict=strict))
         self.loaded_version, self._rng = version, checkpoint.get("rng")
 
     def on_train_start(self) -> None:
+        self._warn_of_a_restart()
+        self._restore_rng()
+
+    def _warn_of_a_restart(self) -> None:
+        if self.loaded_version is None or self.lightning_module is None or not self.is_global_zero:
+            return
+        loop = self.lightning_module.trainer.fit_loop
+        progress = loop.epoch_loop.batch_progress
+        loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+        if warning := restart_warning(loaders, 0 if progress.is_last_batch else progress.current.ready):
+            log.warning(warning)
+
+    def _restore_rng(self) -> None:
         """Random streams are restored as late as can be: making loaders and the sanity check draw from them."""
+        if self.live is not None:
+            self.live.on_train_start()
         if self._rng is None or self.lightning_module is None:
             return
         set_rng_state(self._rng)
         self._rng = None
         loop = self.lightning_module.trainer.fit_loop
-        if loop.epoch_loop.batch_progress.is_last_batch or not loop.epoch_loop.batch_progress.current.ready:
+        assert loop._data_fetcher is not None
+        progress = loop.epoch_loop.batch_progress
+        if progress.is_last_batch or not progress.current.ready:
             # At an epoch's start, where the uninterrupted run makes the loader's iterator.
-            assert loop._data_fetcher is not None
             iter(loop._data_fetcher)
 
     def process_dataloader(self, dataloader: Any) -> Any:

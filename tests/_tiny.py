@@ -6,7 +6,7 @@ sizes start equal; dense parameters from seed 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,14 +62,17 @@ class TinyNet(nn.Module):
         if sparse is not None:
             optimizer, kwargs = OPTIMIZERS[sparse]
             apply_optimizer_in_backward(optimizer, self.ebc.parameters(), dict(kwargs))
+        self.keys = [f"f_{name}" for name in tables or TABLES]
         width = sum(cols for _, cols in (tables or TABLES).values())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.mlp = nn.Sequential(nn.Linear(width + DENSE_IN, 8), nn.ReLU(), nn.Linear(8, 1))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        pooled = self.ebc(batch.sparse_features).values()
-        logits = self.mlp(torch.cat([pooled, batch.dense_features], dim=1)).squeeze(1)
+        pooled = self.ebc(batch.sparse_features)
+        # By key: the order of a sharded collection's output depends on its plan.
+        features = [pooled[key] for key in self.keys]
+        logits = self.mlp(torch.cat([*features, batch.dense_features], dim=1)).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels), logits
 
 
@@ -163,11 +166,11 @@ class TinyDataset(Dataset[Batch]):
         return self.batches[index]
 
 
-def make_loader(
-    rank: int = 0, count: int = NUM_BATCHES, make: Callable[[int, int], Batch] = make_batch
-) -> DataLoader[Batch]:
-    """The rank's fixed batches in order. The Trainer needs ``use_distributed_sampler=False`` (see `make_trainer`)."""
-    return DataLoader(TinyDataset([make(index, rank) for index in range(count)]), batch_size=None, shuffle=False)
+def make_loader(rank: int = 0, count: int = NUM_BATCHES, batches: Sequence[Batch] | None = None) -> DataLoader[Batch]:
+    """The rank's fixed batches in order, or the given ones. Needs ``use_distributed_sampler=False``."""
+    if batches is None:
+        batches = [make_batch(index, rank) for index in range(count)]
+    return DataLoader(TinyDataset(batches), batch_size=None, shuffle=False)
 
 
 def make_trainer(world: int, strategy: Any = "torchrec", **kwargs: Any) -> pl.Trainer:

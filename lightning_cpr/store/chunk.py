@@ -26,11 +26,11 @@ from lightning_cpr.store.rows import RowCode, code_from_meta, decode_rows, encod
 CHUNK_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 20
 _HASH_BYTES = 16
-_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def encode_chunk(
     count = len(rows)
     tensors = {name: part.detach().contiguous() for name, part in parts.items()}
     for name, tensor in tensors.items():
-        if tensor.shape[:1] != (count,) or tensor.dtype not in _NAMES or tensor.device.type != "cpu":
+        if tensor.shape[:1] != (count,) or tensor.dtype not in DTYPE_NAMES or tensor.device.type != "cpu":
             raise ConfigError(f"table {table}: part {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}")
     widest = max((tensor.nbytes // count for tensor in tensors.values()), default=1) if count else 1
     block_rows = max(1, BLOCK_BYTES // max(1, widest))
@@ -141,7 +141,7 @@ def encode_chunk(
     for name, dtype, shape, size in [
         ("index", "U8", [len(hashes)], len(hashes)),
         ("rows", "U8", [len(code.data)], len(code.data)),
-        *((name, _NAMES[t.dtype], list(t.shape), t.nbytes) for name, t in tensors.items()),
+        *((name, DTYPE_NAMES[t.dtype], list(t.shape), t.nbytes) for name, t in tensors.items()),
     ]:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size

@@ -72,6 +72,10 @@ class Fetcher:
         self.decode(piece.index, {name: tensor[:1] for name, tensor in tensors.items()})
         return tensors
 
+    def block(self, index: ChunkIndex, number: int) -> dict[str, Tensor]:
+        """The parts of one block ``[m, ...]``, checked."""
+        return self.checked(Piece(index, number, number + 1, ()))
+
     def decode(self, index: ChunkIndex, tensors: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         return decode_rows_of(index, self._tables[index.entry.table], tensors, self._with_states)
 

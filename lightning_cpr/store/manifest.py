@@ -25,6 +25,7 @@ FOLDER = "manifests"
 CHUNKS = "chunks"
 SIBLING = "cpr-chunks"
 """Where the chunks of a version lie whose manifest is at a path of its own."""
+_COMPACTED = "-c"
 _HEAD = b'{"blake2b":"'
 _MIDDLE = b'","manifest":'
 _TAIL = b"}\n"
@@ -162,12 +163,24 @@ def new_version_id(run_id: str, epoch: int, step: int, nonce: str) -> str:
     """``<run>.<epoch>.<step>.<nonce>``. All ranks of one save pass the same nonce, and no two saves share one.
 
     A job that restarts must not meet files of a save that its predecessor left unfinished: let the nonce start with a
-    random word that the ranks agree on at start-up.
+    random word that the ranks agree on at start-up. "-c" in a nonce is for compactions.
     """
     version = f"{run_id}.{epoch:06d}.{step:012d}.{nonce}"
     if not _VERSION.fullmatch(version):
         raise ConfigError(f"no version id can be made of run {run_id!r}, epoch {epoch}, step {step}, nonce {nonce!r}")
     return version
+
+
+def compacted_version(version: str, word: str) -> str:
+    """The id of a compaction of a version, told apart by a random word: it sorts right after the version itself."""
+    ref = split_version(version)
+    nonce = version.rpartition(".")[2]
+    return new_version_id(ref.run_id, ref.epoch, ref.step, f"{nonce[: 62 - len(word)]}{_COMPACTED}{word}")
+
+
+def is_compaction(version: str) -> bool:
+    """Whether a version id is one of `compacted_version`."""
+    return _COMPACTED in version.rpartition(".")[2]
 
 
 def split_version(version: str) -> VersionRef:

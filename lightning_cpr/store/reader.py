@@ -158,14 +158,28 @@ def _write_all(
     }
     tasks = [partial(_again, fetcher, piece, kept, at) for at, piece in enumerate(pieces)]
     for piece, tensors in zip(pieces, ahead(pool, tasks, depth), strict=True):
-        for need in piece.needs:
-            positions, rows = select(need, *piece.row_span)
-            if len(positions):
-                picked = {name: tensor[as_index(positions)] for name, tensor in tensors.items()}
-                weight, states = fetcher.decode(piece.index, picked)
-                _write(shards[need.shard], need, piece.index.entry.col_start, rows, weight, states, means)
+        write_piece(fetcher, piece, tensors, shards, means)
     for (number, name), mean in means.items():
         shards[number].states[name].copy_(mean / shards[number].spec.cols)
+
+
+def write_piece(
+    fetcher: Fetcher,
+    piece: Piece,
+    tensors: dict[str, Tensor],
+    shards: Sequence[Shard],
+    means: dict[tuple[int, str], Tensor],
+) -> None:
+    """Decode the rows of a checked piece into the targets that need them.
+
+    ``means``: by target and row-wise state, the sum over column blocks so far, for targets that span several.
+    """
+    for need in piece.needs:
+        positions, rows = select(need, *piece.row_span)
+        if len(positions):
+            picked = {name: tensor[as_index(positions)] for name, tensor in tensors.items()}
+            weight, states = fetcher.decode(piece.index, picked)
+            _write(shards[need.shard], need, piece.index.entry.col_start, rows, weight, states, means)
 
 
 def _again(fetcher: Fetcher, piece: Piece, kept: dict[int, dict[str, Tensor]], at: int) -> dict[str, Tensor]:

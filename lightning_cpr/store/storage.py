@@ -17,7 +17,8 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -57,11 +58,15 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Listed:
-    """One entry of a listing. ``path`` is relative to the root, ``bytes`` is 0 for a folder."""
+    """One entry of a listing. ``path`` is relative to the root, ``bytes`` is 0 for a folder.
+
+    modified: when the object was last written, seconds Unix; 0.0 for a folder, and where the filesystem does not say.
+    """
 
     path: str
     bytes: int
     is_dir: bool
+    modified: float = field(default=0.0, compare=False)
 
 
 class Storage:
@@ -180,7 +185,7 @@ class Storage:
             except FileNotFoundError:
                 return None
             return sorted(
-                (Listed(f"{prefix}/{name}".lstrip("/"), size, is_dir) for name, size, is_dir in found),
+                (Listed(f"{prefix}/{name}".lstrip("/"), size, is_dir, at) for name, size, is_dir, at in found),
                 key=lambda listed: listed.path,
             )
 
@@ -408,7 +413,10 @@ def _sync_folder(folder: str) -> None:
         log.debug("cannot sync folder %s: %s", folder, error)
 
 
-def _list_remote(fs: fsspec.AbstractFileSystem, full: str) -> list[tuple[str, int, bool]]:
+_Found = tuple[str, int, bool, float]
+
+
+def _list_remote(fs: fsspec.AbstractFileSystem, full: str) -> list[_Found]:
     fs.invalidate_cache()
     found = []
     for entry in fs.ls(full, detail=True):
@@ -416,11 +424,22 @@ def _list_remote(fs: fsspec.AbstractFileSystem, full: str) -> list[tuple[str, in
         # Object stores list a folder's placeholder, and a file, as children of themselves.
         if folder.strip("/") == full.strip("/"):
             is_dir = entry["type"] == "directory"
-            found.append((name, 0 if is_dir else int(entry["size"]), is_dir))
+            found.append((name, 0, True, 0.0) if is_dir else (name, int(entry["size"]), False, _modified(entry)))
     return found
 
 
-def _list_local(full: str) -> list[tuple[str, int, bool]]:
+def _modified(entry: Mapping[str, Any]) -> float:
+    """When a listed object was written, by the names that s3fs, gcsfs, adlfs and fsspec's memory filesystem use."""
+    for key in ("LastModified", "mtime", "updated", "last_modified", "created"):
+        value = entry.get(key)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return value.timestamp()
+    return 0.0
+
+
+def _list_local(full: str) -> list[_Found]:
     found = []
     with os.scandir(full) as entries:
         for entry in entries:
@@ -428,7 +447,9 @@ def _list_local(full: str) -> list[tuple[str, int, bool]]:
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat()
                 is_dir = stat.S_ISDIR(status.st_mode)
-                found.append((entry.name, 0 if is_dir else status.st_size, is_dir))
+                found.append(
+                    (entry.name, 0, True, 0.0) if is_dir else (entry.name, status.st_size, False, status.st_mtime)
+                )
     return found
 
 

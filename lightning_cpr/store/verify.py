@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from lightning_cpr.errors import CPRError
 from lightning_cpr.store.coverage import check_coverage
@@ -15,21 +14,41 @@ from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import Problem
 
 
-def verify(storage: Storage, manifest: Manifest, progress: Progress | None = None) -> list[Problem]:
+def verify(
+    storage: Storage,
+    manifest: Manifest,
+    progress: Progress | None = None,
+    *,
+    checked: dict[str, Problem | None] | None = None,
+    threads: int = THREADS,
+) -> list[Problem]:
     """Everything wrong with a version: sizes, every hash, row numbers, decoding, coverage. Empty if it is sound.
 
-    progress: called with (bytes done, bytes in all) after each object.
+    progress: called with (bytes done, bytes in all) after each object. checked: outcomes by path of objects that
+    another version of the same root shares; not read again, and added to.
     """
-    problems: list[Problem] = []
+    known = {} if checked is None else checked
     fetcher = Fetcher(storage, {spec.fqn: spec for spec in manifest.tables})
-    total, done = sum(stored.bytes for stored in manifest.stored), 0
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="cpr-get") as pool:
-        found = pool.map(partial(_check, storage, manifest, fetcher), manifest.stored)
-        for stored, problem in zip(manifest.stored, found, strict=True):
-            problems += [problem] if problem else []
+
+    def outcome(stored: FileEntry | BlobEntry) -> Problem | None:
+        try:
+            if isinstance(stored, FileEntry):
+                fetcher.check_file(stored)
+            else:
+                read_blob(storage, manifest, stored.name)
+        except CPRError as error:
+            return Problem(stored.path, stored.table if isinstance(stored, FileEntry) else None, str(error))
+        return None
+
+    new = [stored for stored in manifest.stored if stored.path not in known]
+    total, done = sum(stored.bytes for stored in new), 0
+    with ThreadPoolExecutor(threads, thread_name_prefix="cpr-get") as pool:
+        for stored, problem in zip(new, pool.map(outcome, new), strict=True):
+            known[stored.path] = problem
             done += stored.bytes
             if progress:
                 progress(done, total)
+    problems = [problem for stored in manifest.stored if (problem := known[stored.path])]
     if problems:
         return problems
     try:
@@ -38,16 +57,5 @@ def verify(storage: Storage, manifest: Manifest, progress: Progress | None = Non
             disjoint=False,
         )  # fmt: skip
     except CPRError as error:
-        problems.append(Problem(manifest.path, None, str(error)))
-    return problems
-
-
-def _check(storage: Storage, manifest: Manifest, fetcher: Fetcher, stored: FileEntry | BlobEntry) -> Problem | None:
-    try:
-        if isinstance(stored, FileEntry):
-            fetcher.check_file(stored)
-        else:
-            read_blob(storage, manifest, stored.name)
-    except CPRError as error:
-        return Problem(stored.path, stored.table if isinstance(stored, FileEntry) else None, str(error))
-    return None
+        return [Problem(manifest.path, None, str(error))]
+    return []

@@ -18,6 +18,7 @@ from lightning_cpr.store.manifest import (
     FileEntry,
     Manifest,
     VersionRef,
+    is_compaction,
     parse_manifest,
     parse_manifest_path,
     seal,
@@ -144,10 +145,11 @@ def torn_versions(storage: Storage, run_id: str | None = None) -> list[VersionRe
 def clean_torn(storage: Storage, committed: Manifest) -> list[str]:
     """Remove what killed saves of this run left behind, from before a committed version. Returns the versions removed.
 
-    Nothing is removed that any manifest names; an unreadable manifest (ManifestError, CorruptShardError) stops it. Call
-    it on one rank, after a commit.
+    Nothing is removed that any manifest names, nor of compactions, which may be in the making; an unreadable manifest
+    (ManifestError, CorruptShardError) stops it. Call it on one rank, after a commit.
     """
     torn = [ref for ref in torn_versions(storage, committed.run_id) if _age(ref) < _age(committed)]
+    torn = [ref for ref in torn if not is_compaction(ref.version)]
     if not torn:
         return []
     every = [ref for entry in storage.list(FOLDER) or [] if (ref := parse_manifest_path(entry.path))]

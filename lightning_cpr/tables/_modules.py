@@ -235,3 +235,16 @@ def kernels(module: Any) -> Iterator[Any]:
 def rank_and_world() -> tuple[int, int]:
     """This process's rank and the world size; (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def sync_training_mode(model: nn.Module, module: nn.Module) -> None:
+    """Gives wrappers around ``module``, and the lookups inside its collections, the modes that ``module`` has.
+
+    Lightning restores the modes after an evaluation module by module: it sees neither.
+    """
+    while model is not module and isinstance(model, DistributedModelParallel | DistributedDataParallel):
+        model.training = module.training
+        model = model._dmp_wrapped_module if isinstance(model, DistributedModelParallel) else model.module
+    for _, collection in sharded_collections(module):
+        for lookup in collection._lookups:
+            lookup.train(collection.training)

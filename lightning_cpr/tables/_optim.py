@@ -54,11 +54,12 @@ DENSE_CLASSES: dict[EmbOptimType, type[Optimizer]] = {
 
 
 class Held(NamedTuple):
-    """A table parameter and the ordinary optimizer and param group that update it."""
+    """A table parameter, and the ordinary optimizer and param group that update it. ``ours``: it is not the user's."""
 
     optimizer: Optimizer
     group: dict[str, Any]
     parameter: nn.Parameter
+    ours: bool
 
 
 def fused_type(info: TableInfo) -> EmbOptimType:
@@ -95,9 +96,14 @@ def _state_dtype(dtypes: Mapping[str, Any], index: int) -> torch.dtype:
     return dtypes[name].as_dtype() if name in dtypes else torch.float32
 
 
-def claim(info: TableInfo, optimizer: Optimizer) -> None:
-    """Remembers on the table's parameter which ordinary optimizer updates it."""
-    info.parameter._cpr_optimizer = optimizer  # type: ignore[attr-defined]
+def claim(info: TableInfo, optimizer: Optimizer | None, ours: bool = False) -> None:
+    """Remembers on the table's parameter which ordinary optimizer updates it; None forgets it."""
+    info.parameter._cpr_claim = None if optimizer is None else (optimizer, ours)  # type: ignore[attr-defined]
+
+
+def claimed(info: TableInfo) -> tuple[Optimizer, bool] | None:
+    """The optimizer that claimed the table, and whether it is ours."""
+    return getattr(info.parameter, "_cpr_claim", None)
 
 
 def held_by(info: TableInfo, optimizers: Iterable[Optimizer]) -> Held | None:
@@ -107,11 +113,12 @@ def held_by(info: TableInfo, optimizers: Iterable[Optimizer]) -> Held | None:
     """
     parameter = info.parameter
     attached = [] if info.kernel is not None else getattr(parameter, "_in_backward_optimizers", [])
-    claimed = [parameter._cpr_optimizer] if hasattr(parameter, "_cpr_optimizer") else []
-    for optimizer in (*optimizers, *claimed, *attached):
+    claim = claimed(info)
+    candidates = [(o, False) for o in optimizers] + ([claim] if claim else []) + [(o, False) for o in attached]
+    for optimizer, ours in candidates:
         for group in optimizer.param_groups:
             if any(p is parameter for p in group["params"]):
-                return Held(optimizer, group, parameter)
+                return Held(optimizer, group, parameter, ours)
     return None
 
 

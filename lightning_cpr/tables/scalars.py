@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -34,19 +35,27 @@ def fused_scalars(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Sca
     """``{fqn: {"iter": int, "lr": float, ...}}`` of the tables that this rank holds.
 
     Fused tables: step counter, learning rate, eps, betas, weight decay. Tables in an ordinary optimizer: its step
-    counter and other states that are not rows; their learning rate is in that optimizer's own state.
+    counter and other states that are not rows; their learning rate only if the optimizer is none of the user's.
     """
     scalars: Scalars = {}
     for fqns, kernel in fused_kernels(model):
         module = kernel.emb_module
-        values = {"iter": int(module.iter.item()), "lr": float(module.get_learning_rate())}
+        values = {"iter": int(module.iter.item()), "lr": _rate(kernel)}
         values |= {name: float(getattr(module.optimizer_args, name)) for name in _HYPER}
         scalars |= {fqn: dict(values) for fqn in fqns}
     for info, held in _held(model, optimizers):
         template = _optim.dense_states(held)[1]
         state = _optim.live_state(held)
         scalars[info.fqn] = {_canonical(name): _plain(name, state[name]) for name in template}
+        if held.ours:
+            scalars[info.fqn]["lr"] = float(held.group["lr"])
     return scalars
+
+
+def _rate(kernel: Any) -> float:
+    """The learning rate as it was set; the kernel keeps it in float32."""
+    told, used = kernel.fused_optimizer.param_groups[0]["lr"], float(kernel.emb_module.get_learning_rate())
+    return float(told) if np.float32(told) == np.float32(used) else used
 
 
 def _canonical(name: str) -> str:
@@ -87,6 +96,8 @@ def load_fused_scalars(
     for info, held in _held(model, optimizers):
         state = _optim.live_state(held)
         saved = scalars.get(info.fqn, {})
+        if held.ours and "lr" in saved:
+            held.group["lr"] = saved["lr"]
         for name in _optim.dense_states(held)[1]:
             if _canonical(name) not in saved:
                 continue

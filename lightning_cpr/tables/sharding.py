@@ -41,11 +41,13 @@ from lightning_cpr.tables._modules import (  # noqa: E402
     collections,
     declared_optimizer,
     sharded_collections,
+    sync_training_mode,
     table_configs,
     table_container,
     tables,
     walk,
 )
+from lightning_cpr.tables.rebind import STAND_IN  # noqa: E402
 
 Generator: TypeAlias = Callable[..., ParameterSharding]
 PlanLike: TypeAlias = "ShardingPlan | Mapping[str, str | Generator] | str | None"
@@ -67,7 +69,7 @@ _REFUSED_WORDS = {
 
 def refuse_unsupported(model: nn.Module) -> None:
     """Raises `UnsupportedError`, naming the module, for what lightning_cpr cannot protect yet."""
-    for name, module in _everything(model):
+    for name, module in model.named_modules():
         if isinstance(module, DMPCollection):
             raise UnsupportedError(f"{name or 'the model'} is a DMPCollection: 2D parallelism is not supported yet.")
         if isinstance(module, SHARDED + PLAIN) or type(module).__module__.split(".")[0] != "torchrec":
@@ -81,10 +83,6 @@ def refuse_unsupported(model: nn.Module) -> None:
     for name, module in sharded_collections(model):
         for table, parameter in module.module_sharding_plan.items():
             _check_kernel(f"{name}.{table_container(module)}.{table}", parameter)
-
-
-def _everything(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [("", model), *model.named_modules(), *walk(model)]
 
 
 def _check_kernel(fqn: str, parameter: ParameterSharding) -> None:
@@ -166,6 +164,8 @@ def _planned(
             # Without this a planner short of memory picks kernels that `_check_kernel` refuses.
             limits.setdefault(table, ParameterConstraints(compute_kernels=list(KERNELS)))
     planner = EmbeddingShardingPlanner(topology=topology, constraints=limits)
+    if dist.get_backend() == STAND_IN:
+        return planner.plan(model, sharders)  # a replacement is on its own; its plan is compared when it joins
     return planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
 
 
@@ -388,5 +388,6 @@ __all__ = [
     "dense_ddp",
     "refuse_unsupported",
     "shard",
+    "sync_training_mode",
     "wrap_dense",
 ]

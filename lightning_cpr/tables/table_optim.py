@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from lightning_cpr.errors import ConfigError, UnsupportedError
 from lightning_cpr.tables import _optim
@@ -64,30 +64,28 @@ def claim_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[lis
     """Settles who updates each table that no fused kernel holds, so that its states are found from the model alone.
 
     Returns:
-        New optimizers for tables that ``optimizers`` do not have but that declared one; and the tables that nothing
-        updates.
+        Optimizers for the tables that ``optimizers`` do not have but that declared one, kept from an earlier call where
+        it made them already; and the tables that nothing updates.
 
     Raises:
         UnsupportedError: the declared optimizer has no ordinary form, by table.
     """
-    orphans: dict[str, list[TableInfo]] = {}
+    made: list[Optimizer] = []
     untrained = []
     for info in tables(model):
         if info.kernel is None or info.fused:
             continue
+        earlier = _optim.claimed(info)
+        _optim.claim(info, None)
         if (held := _optim.held_by(info, optimizers)) is not None:
             _optim.claim(info, held.optimizer)
         elif "optimizer" not in info.fused_params:
             untrained.append(info.fqn)
         elif info.parameter.numel():
-            orphans.setdefault(repr(_declared(info)), []).append(info)
-    made = []
-    for infos in orphans.values():
-        kind, arguments = _declared(infos[0])
-        optimizer = kind([info.parameter for info in infos], **arguments)
-        for info in infos:
-            _optim.claim(info, optimizer)
-        made.append(optimizer)
+            kind, arguments = _declared(info)
+            ours = earlier[0] if earlier is not None and earlier[1] else kind([info.parameter], **arguments)
+            _optim.claim(info, ours, ours=True)
+            made.append(ours)
     return made, untrained
 
 
@@ -176,6 +174,18 @@ class FusedRates:
         return [(fqns, kernel.fused_optimizer.param_groups[0]) for fqns, kernel in self._kernels]
 
 
-def fused_optimizer(model: nn.Module) -> Any:
-    """TorchRec's CombinedOptimizer over the fused tables of this rank; without param groups on a rank that has none."""
-    return CombinedOptimizer([(name, module.fused_optimizer) for name, module in sharded_collections(model)])
+def tables_optimizer(model: nn.Module) -> CombinedOptimizer:
+    """TorchRec's CombinedOptimizer over this rank's tables, except those that are in an optimizer of the user's.
+
+    Without param groups on a rank that has no such table.
+    """
+    parts: list[Any] = [(name, module.fused_optimizer) for name, module in sharded_collections(model)]
+    for info in tables(model):
+        claim = _optim.claimed(info)
+        if claim is not None and claim[1]:
+            parts.append(_keyed(f"{info.fqn}.weight", info.parameter, claim[0]))
+    return CombinedOptimizer(parts)
+
+
+def _keyed(name: str, parameter: nn.Parameter, optimizer: Optimizer) -> KeyedOptimizerWrapper:
+    return KeyedOptimizerWrapper({name: parameter}, lambda _: optimizer)

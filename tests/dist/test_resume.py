@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_cpr import CPRCallback, CPRCheckpointIO
 from lightning_cpr._lightning import Callback, pl
-from lightning_cpr.checkpoint_io import find_version
+from lightning_cpr.store.find import find_version
 from lightning_cpr.store.versions import list_versions
 from lightning_cpr.strategy import TorchRecStrategy
 from tests._ranks import run_ranks

@@ -185,4 +185,4 @@ def test_scalars_travel_between_plans() -> None:
     for saved, replica in run_ranks(_scalars, 2):
         assert saved["iter"] == 3
         assert abs(saved["lr"] - 0.05) < 1e-8
-        assert replica["iter"] == 3
+        assert replica == {"iter": 3, "lr": saved["lr"]}

@@ -331,3 +331,28 @@ def _others(rank: int, world: int) -> None:
 
 def test_wrapped_modules_and_other_declarations() -> None:
     run_ranks(_others, 2, timeout=150)
+
+
+def _replicas(rank: int, world: int) -> None:
+    """A data-parallel table whose optimizer was declared: trained, also in a second fit, and its rate can be set."""
+    logging.disable(logging.WARNING)
+    model = Tiny()
+    plan = {"net.ebc": "row_wise", "c": "data_parallel"}
+    for fit in (1, 2):
+        before = _weights(model) if fit == 2 else {}
+        rates = SetRate(on_kernel=False)
+        make_trainer(world, TorchRecStrategy(plan=plan), max_steps=4, callbacks=[rates]).fit(model, make_loader(rank))
+        (replica,) = [s for s in local_shards(model) if s.spec.replicated]
+        key = f"{replica.spec.table} 0"
+        assert fit == 1 or not torch.equal(before[key], replica.weight)
+        if fit == 1:
+            model.filled = False
+        scalars = fused_scalars(model)[replica.spec.table]
+        assert scalars == {"iter": 4 * fit, "lr": 0.05}
+        everywhere = replica.weight.clone()
+        torch.distributed.broadcast(everywhere, src=0)
+        assert torch.equal(everywhere, replica.weight)
+
+
+def test_replicated_tables_with_a_declared_optimizer_train() -> None:
+    run_ranks(_replicas, 2)

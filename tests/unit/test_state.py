@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from lightning_cpr.errors import CorruptShardError, UnsupportedError
-from lightning_cpr.state import decode_blob, drop_unplain_hparams, encode_blob, rng_state, set_rng_state, to_plain
+from lightning_cpr.state import drop_unplain_hparams, rng_state, set_rng_state, to_plain
+from lightning_cpr.store.blob import decode_blob, encode_blob
 
 
 class Colour(enum.Enum):

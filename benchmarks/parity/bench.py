@@ -1,0 +1,186 @@
+"""What parity in memory costs a step, how much memory it takes, and how fast a lost shard comes back.
+
+    python -m benchmarks.parity [--rows 400000] [--steps 128] [--out benchmarks/parity/results.json]
+
+All ranks are processes of one machine and talk over gloo on loopback: bytes are what a cluster would send, times are of
+shared CPU cores, and the exchange competes with training for them. Each mode runs the same steps on the same rows,
+between two runs without parity. On a busy machine only bytes, memory and processor time (``core_ms``) mean something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lightning_cpr.recovery.parity import ParityKeeper
+from lightning_cpr.recovery.parity_channel import GroupChannel
+from lightning_cpr.recovery.parity_config import ParityConfig
+from lightning_cpr.spec import Shard, ShardSpec, StateSpec, TableSpec
+
+WORLD, WIDTH = 4, 64
+
+
+def lookups(rows: int, count: int, rank: int, step: int) -> torch.Tensor:
+    """Row numbers with a power-law skew, repeats included, as a batch of a recommender looks up."""
+    generator = torch.Generator().manual_seed(step * WORLD + rank)
+    return (rows * torch.rand(count, generator=generator) ** 4).long()
+
+
+def train(shard: Shard, rows: torch.Tensor, dense: torch.Tensor) -> None:
+    """A row-wise Adagrad step on the touched rows, and a dense part that takes about as long as a small DLRM's."""
+    for _ in range(4):
+        dense = torch.tanh(dense @ dense)
+    unique = rows.unique()
+    gradient = torch.full((unique.numel(), WIDTH), 1e-3)
+    shard.states["sum"][unique] += gradient.square().mean(1)
+    shard.weight[unique] -= gradient / shard.states["sum"][unique].sqrt().unsqueeze(1)
+
+
+def run_mode(keeper: ParityKeeper | None, shard: Shard, args: argparse.Namespace, rank: int) -> dict[str, float]:
+    dense = torch.randn(384, 384)
+    before = keeper.metrics() if keeper else {}
+    steps, core, started = [], time.process_time(), time.perf_counter()
+    for step in range(1, args.steps + 1):
+        rows = lookups(args.rows, args.lookups, rank, step)
+        begin = time.perf_counter()
+        if keeper:
+            keeper.before_step({shard.spec: rows})
+        train(shard, rows, dense)
+        if keeper:
+            keeper.after_step(step)
+        steps.append(time.perf_counter() - begin)
+    seconds = time.perf_counter() - started
+    after = keeper.metrics() if keeper else {}
+    if keeper:
+        keeper.flush()  # its wait belongs to no step, its bytes do
+        after |= {name: keeper.metrics()[name] for name in ("hidden_s", "bytes_sent", "rows")}
+    core = time.process_time() - core
+    result = {"step_ms": 1e3 * statistics.median(steps), "run_s": seconds, "core_ms_a_step": 1e3 * core / args.steps}
+    for name in ("unhidden_s", "wait_s", "hidden_s", "bytes_sent", "rows"):
+        if keeper:
+            result[name.replace("_s", "_ms") + "_a_step" if name.endswith("_s") else name + "_a_step"] = (
+                (after[name] - before[name]) / args.steps * (1e3 if name.endswith("_s") else 1)
+            )
+    return result
+
+
+def rebuild(keeper: ParityKeeper, shard: Shard, path: Path, rank: int) -> dict[str, float]:
+    """Lose rank 1's shard and decode it; read the weights of a shard from a file, for comparison."""
+    shard_bytes = shard.weight.nbytes + shard.states["sum"].nbytes
+    exact, times, reads = shard.weight.clone(), [], []
+    shard.weight.numpy().tofile(path)
+    for _ in range(3):
+        keeper.encode()
+        dist.barrier()
+        if rank == 1:
+            shard.weight.fill_(float("nan"))
+        times.append(keeper.rebuild([1]).seconds)
+        assert torch.equal(shard.weight, exact)
+        started = time.perf_counter()
+        saved = torch.from_file(str(path), size=shard.weight.numel()).view_as(shard.weight)
+        shard.weight.copy_(saved)
+        reads.append(time.perf_counter() - started)
+    return {
+        "seconds": statistics.median(times),
+        "gb_s": shard_bytes / statistics.median(times) / 1e9,
+        "file_read_seconds": statistics.median(reads),
+        "file_read_gb_s": shard.weight.nbytes / statistics.median(reads) / 1e9,
+    }
+
+
+def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
+    table = TableSpec(
+        "t", args.rows * WORLD, WIDTH, torch.float32, "rowwise_adagrad", (StateSpec("sum", "row", torch.float32),), True
+    )
+    specs = [ShardSpec("t", r * args.rows, args.rows, 0, WIDTH, r) for r in range(WORLD)]
+    shard = Shard(specs[rank], torch.randn(args.rows, WIDTH), {"sum": torch.rand(args.rows)})
+    shard_bytes = shard.weight.nbytes + shard.states["sum"].nbytes
+    results: dict[str, dict[str, float]] = {}
+
+    def make_channel() -> GroupChannel:
+        return GroupChannel(dist.new_group(backend="gloo"), timedelta(seconds=60))
+
+    def keeper_of(config: ParityConfig) -> ParityKeeper:
+        hosts = [f"h{r}" for r in range(WORLD)]
+        keeper = ParityKeeper(config, [shard], {"t": table}, specs, hosts, rank, make_channel)
+        keeper.start(0)
+        return keeper
+
+    run_mode(None, shard, argparse.Namespace(**{**vars(args), "steps": 8}), rank)
+    for every in (1, 8, 64):
+        off = run_mode(None, shard, args, rank)
+        keeper = keeper_of(ParityConfig(k=args.k, m=args.m, every_n_steps=every))
+        started = time.perf_counter()
+        keeper.encode()
+        encode = time.perf_counter() - started
+        dist.barrier()
+        result = results[f"every_{every}"] = run_mode(keeper, shard, args, rank)
+        result |= {
+            "encode_gb_s": shard_bytes / encode / 1e9,
+            "memory_over_shards": keeper.memory_bytes / shard_bytes,
+            "parity_over_shards": keeper.metrics()["parity_bytes"] / shard_bytes,
+        }
+        if every == 1:
+            results["rebuild"] = rebuild(keeper, shard, Path(folder) / f"rank{rank}", rank)
+        keeper.close()  # the run without parity changes rows untracked
+        dist.barrier()
+        again = run_mode(None, shard, args, rank)
+        result |= {f"off_{name}": (off[name] + again[name]) / 2 for name in off}
+    gathered: list[object] = [None] * WORLD
+    dist.all_gather_object(gathered, results)
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(gathered))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=400_000, help="rows of width 64 a rank")
+    parser.add_argument("--lookups", type=int, default=8192, help="row lookups a rank and step")
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--k", type=int, default=2)
+    parser.add_argument("--m", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results.json")
+    args = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (args, folder), WORLD)
+        ranks = json.loads(Path(folder, "results.json").read_text())
+    modes = {
+        mode: {name: round(statistics.mean(r[mode][name] for r in ranks), 4) for name in ranks[0][mode]}
+        for mode in ranks[0]
+    }
+    for mode in modes:
+        if mode.startswith("every"):
+            modes[mode]["throughput_over_off"] = round(modes[mode]["off_run_s"] / modes[mode]["run_s"], 3)
+    report = {
+        "what": "parity in memory; mean over ranks; gloo over loopback, all ranks share the cores of one machine; the "
+        "file is read from the page cache",
+        "settings": {"world": WORLD, "width": WIDTH, "optimizer": "row-wise Adagrad, fp32"}
+        | {name: getattr(args, name) for name in ("rows", "lookups", "steps", "k", "m")},
+        "machine": {
+            "cores": os.cpu_count(),
+            "cpu": platform.processor() or platform.machine(),
+            "load_before": round(load, 2),
+            "wall_times_mean_something": load < (os.cpu_count() or 1) / 4,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "results": modes,
+    }
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))

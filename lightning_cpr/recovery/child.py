@@ -1,0 +1,149 @@
+"""A guardian's child: imports what training needs, waits for its order, then is the user's script.
+
+``python child.py --control FD [--script S] [module ...]`` imports what S imports at its top, and the modules. The order
+is one JSON line on the pipe FD: script, args, module, and, for a replacement, ``replaces`` (why). A replacement
+announces its epoch before it runs the script, so that survivors are freed early.
+
+Nothing of lightning_cpr is imported before the script's own imports: it builds on the Lightning that is loaded first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import logging
+import mmap
+import os
+import runpy
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("lightning_cpr.recovery.child")  # __name__ is __main__ here
+
+BASE_MODULES = ("torch", "torchrec.distributed", "lightning_cpr.recovery.membership", "lightning_cpr.strategy")
+
+
+def imports_of(source: str) -> list[str]:
+    """The modules that a script imports by absolute name at its top level, in order."""
+    names: list[str] = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.append(node.module)
+    return names
+
+
+def warm_up(modules: Iterable[str]) -> None:
+    """Import modules; one that fails is the script's matter when its turn comes."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as e:
+            log.warning("not imported ahead: %s (%s)", name, e)
+
+
+def heartbeat() -> Callable[[], int] | None:
+    """What to call now and then so that the guardian knows this process runs; None without a guardian.
+
+    It returns whether the guardian wants this process to end: 0 no, 1 yes, 2 and half of its grace is over.
+    """
+    from lightning_cpr.recovery.guardian import HEARTBEAT_FD_ENV
+
+    fd = os.environ.get(HEARTBEAT_FD_ENV)
+    if fd is None:
+        return None
+    page = mmap.mmap(int(fd), mmap.PAGESIZE)
+
+    def beat() -> int:
+        struct.pack_into("d", page, 0, time.monotonic())
+        return int(struct.unpack_from("d", page, 8)[0])
+
+    return beat
+
+
+def _imports(script: str | None) -> list[str]:
+    return [] if script is None else imports_of(Path(script).read_text())
+
+
+def _run(order: dict[str, Any]) -> None:
+    sys.argv = [order["script"], *order["args"]]
+    if order["module"]:
+        runpy.run_module(order["script"], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(order["script"], run_name="__main__")
+
+
+def _announce(reason: str) -> None:
+    from lightning_cpr.recovery.membership import REPLACES_ENV, announce, store_from_env
+
+    os.environ[REPLACES_ENV] = str(announce(store_from_env()(60.0), int(os.environ["RANK"]), reason))
+
+
+def _end_with(error: Exception) -> None:
+    """Leave the error where the other ranks, torchrun and this host's next attempt look for it."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    from lightning_cpr.errors import RecoveryError
+    from lightning_cpr.recovery.election import is_lost_peer
+    from lightning_cpr.recovery.guardian import EXIT_STEP_DOWN, JOB_DIR_ENV, note_user_error
+    from lightning_cpr.recovery.membership import publish_error, store_from_env
+
+    get_error_handler().record_exception(error)
+    if isinstance(error, RecoveryError) or is_lost_peer(error):
+        log.exception("this rank steps down: %s", error)
+        sys.exit(EXIT_STEP_DOWN)
+    rank = int(os.environ["RANK"])
+    publish_error(store_from_env()(5.0), rank, error)
+    report = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
+    text = report.read_text() if report.exists() else ""
+    note_user_error(os.environ.get(JOB_DIR_ENV), rank, f"{type(error).__name__}: {error}", 1, text)
+
+
+def show_log() -> None:
+    """Print this package's log to stderr, whatever the user's script does with the root logger."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[lightning-cpr] %(message)s"))
+    logger = logging.getLogger("lightning_cpr")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="child")
+    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--script")
+    parser.add_argument("modules", nargs="*")
+    options = parser.parse_args()
+    sys.path[0] = str(Path(options.script).resolve().parent) if options.script else os.getcwd()
+    if options.modules or options.script:
+        warm_up([*_imports(options.script), *options.modules, *BASE_MODULES])
+        if (beat := heartbeat()) is not None:
+            beat()
+    with os.fdopen(options.control) as control:
+        line = control.readline()
+    if not line:
+        return
+    order = json.loads(line)
+    script = None if order["module"] else order["script"]
+    sys.path[0] = os.getcwd() if script is None else str(Path(script).resolve().parent)
+    if "replaces" in order:
+        warm_up(_imports(script))
+        _announce(order["replaces"])
+    try:
+        _run(order)
+    except Exception as e:
+        _end_with(e)
+        raise
+
+
+if __name__ == "__main__":
+    show_log()
+    main()

@@ -1,0 +1,66 @@
+"""``lightning-cpr run [options] script.py [args]``: torchrun, with a guardian in each rank's place."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_cpr.errors import ConfigError
+from lightning_cpr.recovery import guardian
+
+DEFAULT_MAX_RESTARTS = 3
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """torchrun's own parser with our options added."""
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog = "lightning-cpr run"
+    parser.description = (
+        "torchrun, but a process that dies is replaced while the others keep pid and memory. All options of torchrun"
+        f" are taken; --max-restarts, the step down when a process cannot be replaced, is {DEFAULT_MAX_RESTARTS} here."
+    )
+    if "PET_MAX_RESTARTS" not in os.environ:
+        parser.set_defaults(max_restarts=DEFAULT_MAX_RESTARTS)
+    budget = guardian.DEFAULT_BUDGET
+    group = parser.add_argument_group("replacing processes")
+    group.add_argument("--spares", type=int, choices=(0, 1), default=1, help="warm spares a rank")
+    group.add_argument("--preload", default="", help="more modules for a spare to import, comma-separated")
+    group.add_argument("--max-replacements", type=int, default=budget.replacements, help="of one rank in one window")
+    group.add_argument("--window", type=float, default=budget.window, help="seconds")
+    group.add_argument("--hang-timeout", type=float, default=30.0, help="silence that counts as death, s; 0: never")
+    return parser
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run a job on this host, as torchrun does, and wait for it.
+
+    Raises:
+        ConfigError: options that contradict each other.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: the job failed; it holds the first failure.
+    """
+    from torch.distributed import run as torchrun
+
+    options = make_parser().parse_args(argv)
+    if options.no_python or options.run_path:
+        raise ConfigError("lightning-cpr run starts Python scripts and modules: leave out --no-python and --run-path")
+    own = {name: getattr(options, name) for name in ("spares", "preload", "max_replacements", "window", "hang_timeout")}
+    passed = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
+    if options.module:
+        passed.append("--module")
+    options.training_script_args = [*passed, options.training_script, *options.training_script_args]
+    options.training_script, options.module = str(Path(guardian.__file__).resolve()), False
+    # torchrun's default has NCCL end the process when a collective fails, and with it everything that it holds.
+    added = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ else {}
+    with tempfile.TemporaryDirectory(prefix="lightning-cpr-") as job_dir:
+        added[guardian.JOB_DIR_ENV] = job_dir
+        os.environ.update(added)
+        try:
+            torchrun.run(options)
+        finally:
+            for name in added:
+                del os.environ[name]

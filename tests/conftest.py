@@ -1,0 +1,37 @@
+"""Every test leaves the process as it found it: environment, threads, child processes, shared memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+JOIN_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    environment, threads, shared = dict(os.environ), set(threading.enumerate()), shared_memory()
+    yield
+    left = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST" and environment.get(k) != v}
+    gone = environment.keys() - os.environ.keys() - {"PYTEST_CURRENT_TEST"}
+    assert not left, f"the test changed the environment: {left}"
+    assert not gone, f"the test removed from the environment: {gone}"
+    deadline = time.monotonic() + JOIN_S
+    for thread in set(threading.enumerate()) - threads:
+        if not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            assert not thread.is_alive(), f"the test left the thread {thread.name}"
+    assert not multiprocessing.active_children(), "the test left child processes"
+    assert not shared_memory() - shared, "the test left shared memory"
+
+
+def shared_memory() -> set[str]:
+    """Our names in host shared memory."""
+    folder = Path("/dev/shm")
+    return {p.name for p in folder.iterdir() if "cpr" in p.name} if folder.is_dir() else set()
