@@ -279,6 +279,7 @@ class CPRCallback(Callback):
         self._make_workers(self._make_tracker(), Chain())
         step = _step(trainer)
         self._started = time.monotonic()
+        self._controller.trained(self.samples, 0.0, None)
         for path in (loaded.refused or ()) if loaded is not None and same_root else ():
             self._emit("version_refused", version=path, error="damaged")
         self._emit(
@@ -350,7 +351,7 @@ class CPRCallback(Callback):
             self._recover(trainer, lost, Progress(step, self.samples))
             step = _step(trainer)
         self._take_outcome(self._saves.poll())
-        plan = self._saves.announced(step)
+        plan = self._saves.announced(step, self.epoch)
         if plan is not None and plan.stop:
             raise CommitError(plan.stop)
         if plan is not None:
@@ -365,10 +366,10 @@ class CPRCallback(Callback):
         """Rank 0: what all do at the end of the next batch."""
         if self._saves.failed_in_a_row >= self.max_failed_saves:
             cause = f"{self._saves.failed_in_a_row} saves in a row failed, the first with: {self._saves.first_failure}"
-            self._saves.announce(SavePlan(step, "", stop=cause))
+            self._saves.announce(SavePlan(step, "", stop=cause), self.epoch)
             return
         now = Moment(step, time.monotonic() - self._started)
-        self._controller.report(self.samples, now.seconds, self._total_samples() if self._ends() else None)
+        self._controller.report(self.samples, now.seconds, self._planned_samples())
         what = due(self._controller.schedule, now, self._closed, self._prioritised)
         if what is None:
             return
@@ -377,7 +378,8 @@ class CPRCallback(Callback):
             self.counts["skipped"] += 1
             self._emit("save_skipped", step=step, due=what, skipped=self.counts["skipped"])
         else:
-            self._saves.announce(self._plan(step, f"{self.job.incarnation}-{step}-{self.counts['commits']}", what))
+            nonce = f"{self.job.incarnation}-{step}-{self.counts['commits']}"
+            self._saves.announce(self._plan(step, nonce, what), self.epoch)
 
     def _plan(self, step: int, nonce: str, what: Due) -> SavePlan:
         """Rank 0: what a save of this step holds. After two failures in a row it builds on nothing that may be gone."""
@@ -409,7 +411,7 @@ class CPRCallback(Callback):
         planner = self._controller.state.to_json() if self.job.rank == 0 else None
         stall = self._saves.start(plan, at, checkpoint, planner, self.ledger.to_json())
         content = plan.content
-        if content.consistency == "exact":
+        if content.consistency == "exact" or not self.exact_close:
             self._saved_step = step
         self._note("priority" if content.rows == "priority" and self.exact_close else "close", self._now(step))
         self._cycle_stall += stall
@@ -527,14 +529,14 @@ class CPRCallback(Callback):
 
     def _choose(self, failed: Sequence[int], after: Ledger, lost_samples: int) -> tuple[Mode, str]:
         """Rank 0: how to recover. after: the ledger if it is partial; lost_samples: since the newest exact version."""
+        self._controller.trained(self.samples, self._now(0).seconds, self._planned_samples())
         return self._controller.choose(failed, after.pls(self._total_samples()), lost_samples)
 
-    def _ends(self) -> bool:
-        """Whether the Trainer knows when the run ends."""
+    def _planned_samples(self) -> int | None:
+        """Samples of the whole run; None where the Trainer does not know when it ends."""
         trainer = self.job.trainer
-        return trainer.max_steps != -1 or (
-            trainer.max_epochs not in (None, -1) and not math.isinf(trainer.fit_loop.max_batches)
-        )
+        epochs_end = trainer.max_epochs not in (None, -1) and not math.isinf(trainer.fit_loop.max_batches)
+        return self._total_samples() or None if trainer.max_steps != -1 or epochs_end else None
 
     def _total_samples(self) -> int:
         """Samples of the whole run, from what the Trainer expects; a stream without an end: those so far."""

@@ -181,17 +181,20 @@ class BackgroundSaves:
         """Whether a save is in flight on this rank (not taken by `poll` yet)."""
         return self._busy
 
-    def announce(self, plan: SavePlan) -> None:
-        """Tell all ranks. Rank 0 only, before it starts the batch that ``plan.step`` names."""
+    def announce(self, plan: SavePlan, epoch: int) -> None:
+        """Tell all ranks. Rank 0 only, before it starts the batch that ``plan.step`` names.
+
+        A plan holds for its epoch: after a recovery it could build on what was not restored.
+        """
         for key in self._announced[:-1]:
             # Every rank has taken it: for the batch just ended they had to end the one before.
             self.job.kv.delete_key(key)
-        self._announced = [*self._announced[-1:], f"plan/{plan.step}"]
+        self._announced = [*self._announced[-1:], f"plan/{epoch}/{plan.step}"]
         self.job.kv.set(self._announced[-1], plan.to_json())
 
-    def announced(self, step: int) -> SavePlan | None:
+    def announced(self, step: int, epoch: int) -> SavePlan | None:
         """What rank 0 decided for the end of this step."""
-        key = f"plan/{step}"
+        key = f"plan/{epoch}/{step}"
         return SavePlan.from_json(self.job.kv.get(key)) if self.job.kv.check([key]) else None
 
     def start(self, plan: SavePlan, at: Progress, checkpoint: dict[str, Any], planner: Any, ledger: Any) -> float:

@@ -39,12 +39,22 @@ class Snapshots(Callback):
             self.taken[when, step] = rows_of(trainer.lightning_module)
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        settle(trainer)
         step = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if step - 1 in self.steps:
             self.taken["next", step - 1] = rows_of(trainer.lightning_module)
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self._take("end", trainer)
+
+
+def settle(trainer: Any) -> None:
+    """Let the save in flight end: what a recovery finds must not depend on how fast the machine is."""
+    saves = next(c for c in trainer.callbacks if isinstance(c, CPRCallback))._saves
+    thread = saves._writer._thread
+    if thread is not None:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def rows_of(model: Any) -> dict[str, Tensor]:
