@@ -77,6 +77,7 @@ def compact(
     """
     tables = {spec.fqn: spec for spec in manifest.tables}
     fetcher = Fetcher(storage, tables)
+    check_files(storage, manifest)
     live = _live_positions(fetcher, manifest)
     plan = _plan(fetcher, manifest, live, min_live, chunk_bytes)
     inherited = [item for item in plan if isinstance(item, FileEntry)]

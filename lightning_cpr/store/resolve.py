@@ -51,6 +51,8 @@ def resolve(
         if not shard.rows or not shard.cols:
             continue
         near = [(at, entry) for at, entry in enumerate(files) if near_shard(entry, shard)]
+        if (held := sum(entry.rows for _, entry in near)) < shard.rows:
+            raise ManifestError(f"table {shard.table}: {shard.rows} rows, of which files hold {held} at most")
         local = {at: _local_rows(entry, shard, rows_of) for at, entry in near}
         for low, high, owner in _owners(shard, near, local):
             for at, (first, rows) in local.items():
