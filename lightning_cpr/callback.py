@@ -42,6 +42,7 @@ from lightning_cpr.report.events import EventLog, metrics_of
 from lightning_cpr.restorer import Recovered, Restorer
 from lightning_cpr.saver import BITS, BackgroundSaves, Committed, Progress, RunId, SavePlan
 from lightning_cpr.spec import Shard, ShardSpec
+from lightning_cpr.store.retention import Rules
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import fence, list_versions, load_manifest, newest
@@ -83,6 +84,8 @@ class CPRCallback(Callback):
             rows. Of the others each save holds every changed row.
         exact_close: each interval ends with a version that is exact: of one step. False: as in CPR's paper, only the
             bases are, and a restart goes back to one.
+        keep_last: keep so many of the newest versions and what they need, and any younger than an hour; older ones are
+            removed behind the training. None: all are kept (`lightning-cpr gc` removes by hand).
         resume: ``"auto"``: a run that is in ``root`` already goes on from its newest valid version, unless the Trainer
             is given a ``ckpt_path``; ``"never"``: ``root`` must not hold a run, unless ``ckpt_path`` points there.
         storage_options: for fsspec, e.g. credentials. Never logged, never stored.
@@ -115,6 +118,7 @@ class CPRCallback(Callback):
         ratio: float = 0.125,
         priority_tables: Sequence[str] | None = None,
         exact_close: bool = True,
+        keep_last: int | None = None,
         resume: Literal["auto", "never"] = "auto",
         storage_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
@@ -153,6 +157,7 @@ class CPRCallback(Callback):
         self.exact_close = exact_close
         self.resume = resume
         self.storage_options = storage_options
+        self._keep = None if keep_last is None else Rules(last=keep_last)
         self.timeout_s = timeout_s
         self.max_failed_saves = max_failed_saves
         self.samples = 0
@@ -331,7 +336,7 @@ class CPRCallback(Callback):
     def _make_workers(self, tracker: RowTracker, chain: Chain) -> None:
         kv = self.job.kv
         io = SaveIO(self.storage, kv, epoch=lambda: int(kv.get("epoch")), points=self._point, timeout_s=self.timeout_s)
-        self._saves = BackgroundSaves(self.job, self._run, io, tracker, chain)
+        self._saves = BackgroundSaves(self.job, self._run, io, tracker, chain, self._keep)
         self._restorer = Restorer(
             self.job, self.storage, self._run.run_id, self._saves, self.timeout_s, self._emit, self._take_outcome
         )
