@@ -42,6 +42,7 @@ from lightning_cpr.report.events import EventLog, metrics_of
 from lightning_cpr.restorer import Recovered, Restorer
 from lightning_cpr.saver import BITS, BackgroundSaves, Committed, Progress, RunId, SavePlan
 from lightning_cpr.spec import Shard, ShardSpec
+from lightning_cpr.store.retention import Rules
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import fence, list_versions, load_manifest, newest
@@ -83,6 +84,8 @@ class CPRCallback(Callback):
             rows. Of the others each save holds every changed row.
         exact_close: each interval ends with a version that is exact: of one step. False: as in CPR's paper, only the
             bases are, and a restart goes back to one.
+        keep_last: keep so many of the newest versions and what they need, and any younger than an hour; older ones are
+            removed behind the training. None: all are kept (`lightning-cpr gc` removes by hand).
         resume: ``"auto"``: a run that is in ``root`` already goes on from its newest valid version, unless the Trainer
             is given a ``ckpt_path``; ``"never"``: ``root`` must not hold a run, unless ``ckpt_path`` points there.
         storage_options: for fsspec, e.g. credentials. Never logged, never stored.
@@ -115,6 +118,7 @@ class CPRCallback(Callback):
         ratio: float = 0.125,
         priority_tables: Sequence[str] | None = None,
         exact_close: bool = True,
+        keep_last: int | None = None,
         resume: Literal["auto", "never"] = "auto",
         storage_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
@@ -153,6 +157,7 @@ class CPRCallback(Callback):
         self.exact_close = exact_close
         self.resume = resume
         self.storage_options = storage_options
+        self._keep = None if keep_last is None else Rules(last=keep_last)
         self.timeout_s = timeout_s
         self.max_failed_saves = max_failed_saves
         self.samples = 0
@@ -279,6 +284,7 @@ class CPRCallback(Callback):
         self._make_workers(self._make_tracker(), Chain())
         step = _step(trainer)
         self._started = time.monotonic()
+        self._controller.trained(self.samples, 0.0, None)
         for path in (loaded.refused or ()) if loaded is not None and same_root else ():
             self._emit("version_refused", version=path, error="damaged")
         self._emit(
@@ -330,7 +336,7 @@ class CPRCallback(Callback):
     def _make_workers(self, tracker: RowTracker, chain: Chain) -> None:
         kv = self.job.kv
         io = SaveIO(self.storage, kv, epoch=lambda: int(kv.get("epoch")), points=self._point, timeout_s=self.timeout_s)
-        self._saves = BackgroundSaves(self.job, self._run, io, tracker, chain)
+        self._saves = BackgroundSaves(self.job, self._run, io, tracker, chain, self._keep)
         self._restorer = Restorer(
             self.job, self.storage, self._run.run_id, self._saves, self.timeout_s, self._emit, self._take_outcome
         )
@@ -350,7 +356,7 @@ class CPRCallback(Callback):
             self._recover(trainer, lost, Progress(step, self.samples))
             step = _step(trainer)
         self._take_outcome(self._saves.poll())
-        plan = self._saves.announced(step)
+        plan = self._saves.announced(step, self.epoch)
         if plan is not None and plan.stop:
             raise CommitError(plan.stop)
         if plan is not None:
@@ -365,10 +371,10 @@ class CPRCallback(Callback):
         """Rank 0: what all do at the end of the next batch."""
         if self._saves.failed_in_a_row >= self.max_failed_saves:
             cause = f"{self._saves.failed_in_a_row} saves in a row failed, the first with: {self._saves.first_failure}"
-            self._saves.announce(SavePlan(step, "", stop=cause))
+            self._saves.announce(SavePlan(step, "", stop=cause), self.epoch)
             return
         now = Moment(step, time.monotonic() - self._started)
-        self._controller.report(self.samples, now.seconds, self._total_samples() if self._ends() else None)
+        self._controller.report(self.samples, now.seconds, self._planned_samples())
         what = due(self._controller.schedule, now, self._closed, self._prioritised)
         if what is None:
             return
@@ -377,7 +383,8 @@ class CPRCallback(Callback):
             self.counts["skipped"] += 1
             self._emit("save_skipped", step=step, due=what, skipped=self.counts["skipped"])
         else:
-            self._saves.announce(self._plan(step, f"{self.job.incarnation}-{step}-{self.counts['commits']}", what))
+            nonce = f"{self.job.incarnation}-{step}-{self.counts['commits']}"
+            self._saves.announce(self._plan(step, nonce, what), self.epoch)
 
     def _plan(self, step: int, nonce: str, what: Due) -> SavePlan:
         """Rank 0: what a save of this step holds. After two failures in a row it builds on nothing that may be gone."""
@@ -409,7 +416,7 @@ class CPRCallback(Callback):
         planner = self._controller.state.to_json() if self.job.rank == 0 else None
         stall = self._saves.start(plan, at, checkpoint, planner, self.ledger.to_json())
         content = plan.content
-        if content.consistency == "exact":
+        if content.consistency == "exact" or not self.exact_close:
             self._saved_step = step
         self._note("priority" if content.rows == "priority" and self.exact_close else "close", self._now(step))
         self._cycle_stall += stall
@@ -527,14 +534,14 @@ class CPRCallback(Callback):
 
     def _choose(self, failed: Sequence[int], after: Ledger, lost_samples: int) -> tuple[Mode, str]:
         """Rank 0: how to recover. after: the ledger if it is partial; lost_samples: since the newest exact version."""
+        self._controller.trained(self.samples, self._now(0).seconds, self._planned_samples())
         return self._controller.choose(failed, after.pls(self._total_samples()), lost_samples)
 
-    def _ends(self) -> bool:
-        """Whether the Trainer knows when the run ends."""
+    def _planned_samples(self) -> int | None:
+        """Samples of the whole run; None where the Trainer does not know when it ends."""
         trainer = self.job.trainer
-        return trainer.max_steps != -1 or (
-            trainer.max_epochs not in (None, -1) and not math.isinf(trainer.fit_loop.max_batches)
-        )
+        epochs_end = trainer.max_epochs not in (None, -1) and not math.isinf(trainer.fit_loop.max_batches)
+        return self._total_samples() or None if trainer.max_steps != -1 or epochs_end else None
 
     def _total_samples(self) -> int:
         """Samples of the whole run, from what the Trainer expects; a stream without an end: those so far."""

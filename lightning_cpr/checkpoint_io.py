@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch
 from lightning_cpr._lightning import CheckpointIO
 from lightning_cpr.errors import CorruptShardError, IncompatiblePlanError, ManifestError, UnsupportedError
 from lightning_cpr.job import Job
+from lightning_cpr.report.progress import Report, progress_bar
 from lightning_cpr.saver import Progress, RunId, rank_part, save_spec
+from lightning_cpr.spec import RowBlock, Shard
 from lightning_cpr.store.blob import JOB_BLOB, rank_blob
 from lightning_cpr.store.commit import save
 from lightning_cpr.store.find import Version, find_version
@@ -51,7 +53,6 @@ class CPRCheckpointIO(CheckpointIO):
     def __init__(self, storage_options: Mapping[str, Any] | None = None, timeout_s: float = 600.0) -> None:
         self.storage_options = storage_options
         self.timeout_s = timeout_s
-        self.points: Callable[[str, int], None] | None = None
         self._job: Job | None = None
         self._run: RunId | None = None
 
@@ -77,9 +78,10 @@ class CPRCheckpointIO(CheckpointIO):
         storage = Storage(folder, storage_options or self.storage_options)
         at = Progress(job.trainer.fit_loop.total_batch_idx + 1, int(checkpoint.get("lightning_cpr_samples", 0)))
         spec = save_spec(job, self._run, 0, at, job.broadcast(secrets.token_hex(4)), path=name)
-        part = rank_part(job, checkpoint, live_blocks(job.owned), at.step)
         io = SaveIO(storage, job.kv, epoch=lambda: 0, timeout_s=self.timeout_s)
-        save(io if self.points is None else SaveIO(**{**vars(io), "points": self.points}), spec, part)
+        with progress_bar(f"saving {name}", shown=job.rank == 0) as report:
+            part = rank_part(job, checkpoint, _reported(live_blocks(job.owned), job.owned, report), at.step)
+            save(io, spec, part)
 
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
@@ -124,6 +126,16 @@ class CPRCheckpointIO(CheckpointIO):
         restore_tables(version, model, strict=strict, with_states=False)
         load_dense_state(model, version.blob(JOB_BLOB)["state_dict"], strict=strict)
         return model
+
+
+def _reported(blocks: Iterable[RowBlock], shards: Sequence[Shard], report: Report) -> Iterator[RowBlock]:
+    """The blocks, with a report of those that have been taken."""
+    total = sum(t.nbytes for shard in shards for t in (shard.weight, *shard.states.values()))
+    done = 0
+    for block in blocks:
+        yield block
+        done += sum(t.nbytes for t in (block.weight, *block.states.values()))
+        report(done, total)
 
 
 def load_state(version: Version, rank: int, world_size: int) -> dict[str, Any]:

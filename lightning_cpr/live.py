@@ -148,6 +148,7 @@ class LiveRecovery:
     def _resume(self, *args: Any, **kwargs: Any) -> None:
         """In place of loading a checkpoint: take the survivors' place in the loops."""
         assert _membership is not None
+        del self._trainer._checkpoint_connector.resume_start  # Lightning's own again: this is for the first fit only
         after = int(os.environ[REPLACES_ENV]) - 1
         self._met = _membership.meet(self._holding(None), after)
         position = json.loads(_membership.position_of(self._met, elect(self._met.holdings).donor))

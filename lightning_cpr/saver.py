@@ -22,6 +22,7 @@ from lightning_cpr.chain import Chain, Content
 from lightning_cpr.errors import CommitError, CPRError
 from lightning_cpr.job import Job
 from lightning_cpr.spec import RowBlock, ShardSpec
+from lightning_cpr.store import retention
 from lightning_cpr.store.background import BackgroundWriter
 from lightning_cpr.store.blob import JOB_BLOB, encode_blob, rank_blob
 from lightning_cpr.store.commit import save
@@ -167,8 +168,10 @@ class BackgroundSaves:
     ``chain``: what the next save builds on; rank 0's counts.
     """
 
-    def __init__(self, job: Job, run: RunId, io: SaveIO, tracker: RowTracker, chain: Chain) -> None:
-        self.job, self.run, self.io, self.tracker, self.chain = job, run, io, tracker, chain
+    def __init__(
+        self, job: Job, run: RunId, io: SaveIO, tracker: RowTracker, chain: Chain, keep: retention.Rules | None = None
+    ) -> None:
+        self.job, self.run, self.io, self.tracker, self.chain, self.keep = job, run, io, tracker, chain, keep
         self.stager = Stager()
         self.failed_in_a_row = 0
         self.first_failure: CPRError | None = None
@@ -181,17 +184,20 @@ class BackgroundSaves:
         """Whether a save is in flight on this rank (not taken by `poll` yet)."""
         return self._busy
 
-    def announce(self, plan: SavePlan) -> None:
-        """Tell all ranks. Rank 0 only, before it starts the batch that ``plan.step`` names."""
+    def announce(self, plan: SavePlan, epoch: int) -> None:
+        """Tell all ranks. Rank 0 only, before it starts the batch that ``plan.step`` names.
+
+        A plan holds for its epoch: after a recovery it could build on what was not restored.
+        """
         for key in self._announced[:-1]:
             # Every rank has taken it: for the batch just ended they had to end the one before.
             self.job.kv.delete_key(key)
-        self._announced = [*self._announced[-1:], f"plan/{plan.step}"]
+        self._announced = [*self._announced[-1:], f"plan/{epoch}/{plan.step}"]
         self.job.kv.set(self._announced[-1], plan.to_json())
 
-    def announced(self, step: int) -> SavePlan | None:
+    def announced(self, step: int, epoch: int) -> SavePlan | None:
         """What rank 0 decided for the end of this step."""
-        key = f"plan/{step}"
+        key = f"plan/{epoch}/{step}"
         return SavePlan.from_json(self.job.kv.get(key)) if self.job.kv.check([key]) else None
 
     def start(self, plan: SavePlan, at: Progress, checkpoint: dict[str, Any], planner: Any, ledger: Any) -> float:
@@ -219,12 +225,15 @@ class BackgroundSaves:
         return stall
 
     def _clean(self, path: str) -> Manifest:
-        """The manifest of a commit, whose run's torn saves from before it are removed."""
-        manifest = load_manifest(self.io.storage, path)
+        """The manifest of a commit. Its run's torn saves from before it go, and versions that no rule keeps."""
+        storage, manifest = self.io.storage, load_manifest(self.io.storage, path)
         try:
-            clean_torn(self.io.storage, manifest)
+            clean_torn(storage, manifest)
+            if self.keep is not None:
+                removal = retention.plan_removal(storage, manifest.run_id, self.keep, retention.GRACE_S)
+                retention.remove_planned(storage, removal)
         except CPRError as error:
-            log.warning("version %s is committed; torn ones before it stay: %s", manifest.version, error)
+            log.warning("version %s is committed; what should go before it stays: %s", manifest.version, error)
         return manifest
 
     def poll(self, timeout: float = 0.0) -> Committed | CPRError | None:

@@ -43,6 +43,7 @@ from lightning_cpr.job import Job
 from lightning_cpr.live import LiveRecovery, under_guardian
 from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length, restart_warning
 from lightning_cpr.pipeline import PipelinedModule
+from lightning_cpr.report.progress import progress_bar
 from lightning_cpr.state import set_rng_state
 from lightning_cpr.tables import sharding
 from lightning_cpr.tables.dense import (
@@ -388,7 +389,9 @@ class TorchRecStrategy(DDPStrategy):
             return
         while True:
             try:
-                self.job.together(partial(restore_tables, version, model, self.optimizers, strict=strict))
+                with progress_bar(f"restoring {version.name}", shown=self.is_global_zero) as report:
+                    restore = partial(restore_tables, version, model, self.optimizers, strict=strict, progress=report)
+                    self.job.together(restore)
                 break
             except CorruptShardError as error:
                 # Lightning goes on with this very dict, and has shown it to the module.

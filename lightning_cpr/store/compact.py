@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_cpr.errors import CPRError
 from lightning_cpr.spec import ShardSpec
 from lightning_cpr.store.chunk import CHUNK_BYTES, Part, chunk_rows, encode_chunk
+from lightning_cpr.store.coverage import check_count
 from lightning_cpr.store.fetch import Fetcher
 from lightning_cpr.store.manifest import (
     CHUNKS,
@@ -77,6 +78,7 @@ def compact(
     """
     tables = {spec.fqn: spec for spec in manifest.tables}
     fetcher = Fetcher(storage, tables)
+    check_files(storage, manifest)
     live = _live_positions(fetcher, manifest)
     plan = _plan(fetcher, manifest, live, min_live, chunk_bytes)
     inherited = [item for item in plan if isinstance(item, FileEntry)]
@@ -129,6 +131,7 @@ def _live_positions(fetcher: Fetcher, manifest: Manifest) -> list[Tensor]:
     """For each file of the version, which of its rows a restore takes (in any column), counted in the file."""
     needs: dict[int, list[Tensor]] = {}
     for spec in manifest.tables:
+        check_count(spec, manifest.files)
         target = ShardSpec(spec.fqn, 0, spec.rows, 0, spec.cols, owner=0)
         found = resolve(manifest.files, [target], lambda entry: fetcher.index(entry).rows())
         for at, mine in found.items():

@@ -18,6 +18,13 @@ def column_bands(edges: Iterable[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
+def check_count(spec: TableSpec, files: Sequence[FileEntry]) -> None:
+    """ManifestError if files cannot hold all rows of a table: asked before anything is allocated for that many."""
+    held = sum(entry.rows for entry in files if entry.table == spec.fqn)
+    if held < spec.rows:
+        raise ManifestError(f"table {spec.fqn}: {spec.rows} rows, of which files hold {held} at most")
+
+
 def check_coverage(
     version: str,
     tables: Sequence[TableSpec],

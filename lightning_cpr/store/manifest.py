@@ -287,6 +287,8 @@ def _check(manifest: Manifest) -> None:
             0 <= entry.row_start <= entry.row_end <= spec.rows and 0 <= entry.col_start <= entry.col_end <= spec.cols
         )
         counted = 0 <= entry.rows <= entry.row_end - entry.row_start and 8 < entry.index_bytes <= entry.bytes
+        # Every row has a byte at least: what is allocated for rows is bounded by what is stored.
+        counted = counted and (entry.rows <= entry.bytes or not entry.cols)
         if not inside or not counted or set(entry.state_codecs) != {state.name for state in spec.states}:
             raise ValueError(f"file {entry.path} does not fit table {entry.table}")
     for named in manifest.stored:

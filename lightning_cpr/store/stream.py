@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_cpr.spec import RowBlock, Shard, ShardSpec
+from lightning_cpr.store.coverage import check_count
 from lightning_cpr.store.fetch import Fetcher, Piece, ahead
 from lightning_cpr.store.manifest import Manifest
 from lightning_cpr.store.reader import THREADS, write_piece
 from lightning_cpr.store.resolve import Ids, Need, resolve
 from lightning_cpr.store.storage import Storage
+from lightning_cpr.store.versions import check_files
 
 SLAB_BYTES = 64 << 20
 
@@ -40,12 +42,16 @@ class TableReader:
         self._fetcher = Fetcher(storage, {fqn: self.spec}, with_states)
         self._with_states = with_states
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cpr-get")
+        # A forged manifest must not decide how much memory is taken: files of the sizes that it claims are there.
+        check_files(storage, manifest)
+        check_count(self.spec, manifest.files)
         mine = [entry for entry in manifest.files if entry.table == fqn]
-        list(self._pool.map(self._fetcher.index, [entry for entry in mine if not entry.dense]))
+        with ThreadPoolExecutor(threads, thread_name_prefix="cpr-get") as pool:
+            list(pool.map(self._fetcher.index, [entry for entry in mine if not entry.dense]))
         target = ShardSpec(fqn, 0, self.spec.rows, 0, self.spec.cols, owner=0)
         needs = resolve(manifest.files, [target], lambda entry: self._fetcher.index(entry).rows())
         self._needs = {at: needs[at] for at in sorted(needs)}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cpr-get")
 
     def __enter__(self) -> TableReader:
         return self

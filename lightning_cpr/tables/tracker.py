@@ -204,8 +204,10 @@ class RowTracker:
             chosen, owned, complete = _choose(track, rows, self._config)
             if chosen is not None:
                 selected[spec] = chosen
-            changed = chosen if rows == "priority" and chosen is not None else _nonzero(owned & _LAST)
-            undo = [(each, each.saved(changed.to(owned.device))) for each in track.observers]
+            undo = []
+            if track.observers:
+                changed = _nonzero(owned & _LAST) if chosen is None or rows == "since_base" else chosen
+                undo = [(each, each.saved(changed.to(owned.device))) for each in track.observers]
             taken[spec] = _Taken(owned, track.lookups if complete else 0, track.mixed, track.complete_step, undo)
             track.mixed = not complete
             if complete:
@@ -278,5 +280,5 @@ def _choose(track: _Track, rows: Rows, config: PriorityConfig | None) -> tuple[T
 
 
 def _nonzero(flags: Tensor) -> Tensor:
-    # On a CPU numpy's is several times faster than torch's.
-    return torch.from_numpy(np.flatnonzero(flags.cpu().numpy()))
+    # On a CPU numpy's is several times faster than torch's, of booleans most of all.
+    return torch.from_numpy(np.flatnonzero(flags.ne(0).cpu().numpy()))

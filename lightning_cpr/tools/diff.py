@@ -9,7 +9,7 @@ from typing import Any
 from lightning_cpr.store.compare import TableDiff, diff_table
 from lightning_cpr.store.find import Version, find_version
 from lightning_cpr.store.stream import TableReader
-from lightning_cpr.tools.show import show, table
+from lightning_cpr.tools.show import add, show, table
 
 
 def diff_command(old: str, new: str, json: bool = False, storage_options: dict[str, Any] | None = None) -> int:
@@ -39,9 +39,9 @@ def diff_command(old: str, new: str, json: bool = False, storage_options: dict[s
     )  # fmt: skip
     for d in found:
         share = f"{100 * d.changed / max(1, d.rows):.3g}"
-        made.add_row(d.table, f"{d.rows}", f"{d.changed}", share, f"{d.states}", f"{d.norm:.4g}", f"{d.largest:.4g}")
+        add(made, d.table, f"{d.rows}", f"{d.changed}", share, f"{d.states}", f"{d.norm:.4g}", f"{d.largest:.4g}")
     for fqn, which in [*((fqn, "old") for fqn in gone), *((fqn, "new") for fqn in added)]:
-        made.add_row(fqn, f"only in the {which} one", *[""] * 5)
+        add(made, fqn, f"only in the {which} one", *[""] * 5)
     show(made)
     return 0
 

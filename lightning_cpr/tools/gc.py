@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_cpr.store.retention import Removal, Rules, plan_removal, remove_planned, run_of
 from lightning_cpr.store.storage import Storage
-from lightning_cpr.tools.show import show, size, table
+from lightning_cpr.tools.show import add, show, size, table
 from lightning_cpr.units import seconds
 
 
@@ -47,9 +47,9 @@ def gc_command(
 def _report(root: str, removal: Removal, removed: int, dry_run: bool) -> None:
     made = table(f"{root}, run {removal.run_id}", ["version", "kept because"], [])
     for version, why in removal.keep.items():
-        made.add_row(version, why)
+        add(made, version, why)
     verb = "would be removed" if dry_run else "removed"
     for ref in reversed(removal.versions):
-        made.add_row(ref.version, verb)
+        add(made, ref.version, verb)
     show(made)
     show(f"{verb}: {len(removal.versions)} versions and {removed} files, {size(removal.bytes)}")

@@ -15,7 +15,7 @@ from lightning_cpr.store.compact import chain_length
 from lightning_cpr.store.find import find_root, find_version
 from lightning_cpr.store.manifest import Manifest
 from lightning_cpr.store.versions import list_versions, load_manifest, newest, torn_versions
-from lightning_cpr.tools.show import age, show, size, table
+from lightning_cpr.tools.show import add, age, show, size, table
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,7 @@ def versions_table(contents: Contents, now: float) -> Table:
     for m in contents.manifests:
         total = size(sum(s.bytes for s in m.stored))
         since = age(now - m.wall_time)
-        made.add_row(
-            m.version, m.kind, m.consistency, f"{m.step}", size(own_bytes(m)), total, f"{chain_length(m)}", since
-        )
+        add(made, m.version, m.kind, m.consistency, f"{m.step}", size(own_bytes(m)), total, f"{chain_length(m)}", since)
     return made
 
 
@@ -97,7 +95,7 @@ def tables_table(manifest: Manifest) -> Table:
         total = size(sum(entry.bytes for entry in files))
         optimizer = f"{spec.optimizer} ({states})" if states else spec.optimizer
         dtype = str(spec.dtype).removeprefix("torch.")
-        made.add_row(spec.fqn, optimizer, codecs, f"{spec.rows}", f"{spec.cols}", dtype, total)
+        add(made, spec.fqn, optimizer, codecs, f"{spec.rows}", f"{spec.cols}", dtype, total)
     return made
 
 

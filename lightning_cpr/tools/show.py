@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 
 def table(title: str, left: list[str], right: list[str]) -> Table:
@@ -26,7 +27,17 @@ def show(what: object) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
-    console.print(what, markup=False)
+    console.print(clean(what) if isinstance(what, str) else what, markup=False)
+
+
+def add(made: Table, *cells: str) -> None:
+    """Add a row to a table."""
+    made.add_row(*(Text(clean(cell)) for cell in cells))
+
+
+def clean(text: str) -> str:
+    """The text with characters escaped that a terminal would obey: names come from files."""
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
 def size(count: float) -> str:

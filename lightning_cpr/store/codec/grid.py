@@ -131,7 +131,8 @@ class GridCodec:
         cut = self.search.cuts / self.search.num_bins if self.search else 0.0
         rounding = 2.0**-22 + (UNIT_ROUNDOFF[rows.dtype] if rows.dtype != torch.float32 else 0)
         step = self._grid(low, high, _ends_dtype(rows)).step
-        bound = step * (0.5 + 2.0**-10) + (high - low) * cut + torch.maximum(low.abs(), high.abs()) * rounding
+        top = torch.maximum(low.abs(), high.abs()).clamp_(min=torch.finfo(rows.dtype).smallest_normal)
+        bound = step * (0.5 + 2.0**-10) + (high - low) * cut + top * rounding
         return torch.where(low == high, 0, bound)
 
     def _choose(self, rows: Tensor) -> _Grid:
