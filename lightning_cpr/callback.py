@@ -564,7 +564,8 @@ class CPRCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.samples = state_dict["samples"]
         self.ledger = Ledger.from_json(state_dict["ledger"])
-        self.counts |= state_dict["counts"]
+        # A rewind brings back the state of an earlier step, which does not undo what has happened since.
+        self.counts |= {name: max(count, self.counts.get(name, 0)) for name, count in state_dict["counts"].items()}
         self._planner_state = state_dict.get("planner")
 
     def on_save_checkpoint(
