@@ -130,7 +130,7 @@ class Restorer:
         exact = True
         refused: list[str] = []
         while True:
-            plan, manifest = self._decide(failed, mode, reason, refused)
+            plan, manifest = self._decide(failed, mode, reason, refused, before)
             problem, bytes_read, rows = self._restore(trainer, failed, plan, manifest)
             if problem is None:
                 break
@@ -192,7 +192,9 @@ class Restorer:
         after, _ = charge(ledger, at.samples, self._losses(failed, found))
         return choose(failed, after, at.samples - (exact.samples if exact is not None else 0))
 
-    def _decide(self, failed: list[int], mode: Mode, reason: str, refused: list[str]) -> tuple[RecoveryPlan, Manifest]:
+    def _decide(
+        self, failed: list[int], mode: Mode, reason: str, refused: list[str], before: Chain
+    ) -> tuple[RecoveryPlan, Manifest]:
         """Rank 0 looks for versions and decides; all take its plan."""
 
         def decide() -> tuple[RecoveryPlan, str]:
@@ -200,6 +202,10 @@ class Restorer:
             manifest = newest(self._storage, consistency, self._run_id, exclude=refused).manifest
             sources = [] if manifest is None else [_source(manifest)]
             plan = replace(plan_recovery(dict.fromkeys(failed, sources), mode), reason=reason)
+            if plan.mode == "full" or manifest is None or manifest.version != before.version:
+                # Announced before the failure, of rows and upon a version that the job is not at any more. Nobody looks
+                # for an announcement before this decision reaches it.
+                self._saves.withdraw()
             return plan, manifest.path if manifest else ""
 
         plan, path = self._job.from_rank_0(decide)

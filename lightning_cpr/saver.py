@@ -189,6 +189,12 @@ class BackgroundSaves:
         self._announced = [*self._announced[-1:], f"plan/{plan.step}"]
         self.job.kv.set(self._announced[-1], plan.to_json())
 
+    def withdraw(self) -> None:
+        """Take back what was announced: a recovery has moved training off what these plans build on. Rank 0 only."""
+        for key in self._announced:
+            self.job.kv.delete_key(key)
+        self._announced = []
+
     def announced(self, step: int) -> SavePlan | None:
         """What rank 0 decided for the end of this step."""
         key = f"plan/{step}"

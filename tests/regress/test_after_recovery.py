@@ -1,0 +1,87 @@
+"""What is saved and resumed after a full recovery is of the timeline that it began, not of the one it left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_cpr import CPRCallback, FaultInjector
+from lightning_cpr._lightning import Callback
+from lightning_cpr.report.events import read_events
+from lightning_cpr.store.find import find_version
+from lightning_cpr.store.reader import read_table
+from lightning_cpr.store.storage import Storage
+from lightning_cpr.strategy import TorchRecStrategy
+from tests._ranks import run_ranks
+from tests._tiny import TABLES, Tiny, make_trainer
+from tests.dist.test_main_job import rows_of, stateful_loader
+
+BATCHES = 20
+
+
+class Flush(Callback):
+    """Ends each save before the next batch, so that a fault meets the versions that the test means."""
+
+    def __init__(self, callback: CPRCallback) -> None:
+        self.callback = callback
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if self.callback._saves.busy:
+            self.callback._take_outcome(self.callback._saves.poll(20))
+
+
+class Stop(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.step:
+            raise InterruptedError
+
+
+def fit(root: str, wipe: int = 0, stop: int = 0, **options: Any) -> tuple[Tiny, CPRCallback]:
+    model, injector = Tiny(dense="adam"), FaultInjector()
+    callback = CPRCallback(root, save_every_n_steps=5, recovery="full", timeout_s=20, **options)
+    if wipe:
+        injector.wipe(0, wipe)
+    strategy = TorchRecStrategy(plan=dict.fromkeys(TABLES, "table_wise"))
+    trainer = make_trainer(1, strategy, callbacks=[callback, Flush(callback), Stop(stop), injector])
+    try:
+        trainer.fit(model, stateful_loader(0, BATCHES))
+    except InterruptedError:
+        assert stop
+    assert injector.count("wipe") == bool(wipe)
+    return model, callback
+
+
+def rewound(rank: int, world: int, folder: str) -> None:
+    # A save announced before the failure must not be made again in the new timeline: the delta of step 10 would be
+    # one of no rows upon step 5.
+    root = f"{folder}/consecutive"
+    model, callback = fit(root, wipe=13, incremental="consecutive")
+    version, live = find_version(root), rows_of(model)
+    assert version.manifest.step == BATCHES
+    for table, (rows, _) in TABLES.items():
+        name = f"net.ebc.embedding_bags.{table}"
+        weight, states = read_table(version.storage, version.manifest, name)
+        assert torch.equal(weight, live[f"{name}[0:{rows},0]"])
+        assert torch.equal(states["sum"], live[f"{name}[0:{rows},0].sum"])
+    committed = [e["step"] for e in read_events(Storage(root)) if e["event"] == "save_committed"]
+    assert committed == [0, 5, 10, 15, 20]
+    assert callback.counts["commits"] == len(committed)
+    plain = model.losses[:13] + model.losses[16:]
+    assert model.losses[10:13] == model.losses[13:16]
+
+    # Back to before the first batch, then a crash: the loops count on from there as if nothing had happened.
+    root = f"{folder}/first"
+    before, _ = fit(root, wipe=3, stop=13)
+    assert before.losses == plain[:3] + plain[:12]
+    after, callback = fit(root)
+    assert after.losses == plain[10:]
+    assert callback.samples == 4 * BATCHES
+
+
+def test_saves_after_a_full_recovery_are_of_the_new_timeline(tmp_path: Path) -> None:
+    run_ranks(rewound, 1, str(tmp_path))
