@@ -125,7 +125,7 @@ def rewind(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
         loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     progress, epochs = fit_loop.epoch_loop.batch_progress, fit_loop.epoch_progress
-    if epochs.current.ready == epochs.current.processed:
+    if epochs.current.ready == epochs.current.processed:  # type: ignore[attr-defined]
         # Taken between two epochs, while this loop is inside one.
         epochs.increment_ready()
         epochs.increment_started()
