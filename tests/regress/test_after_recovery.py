@@ -1,4 +1,4 @@
-"""What is saved and resumed after a full recovery is of the timeline that it began, not of the one it left."""
+"""The newest version is of the timeline that the run is in: after a rewind, a step back by name, a failed last save."""
 
 from __future__ import annotations
 
@@ -41,18 +41,22 @@ class Stop(Callback):
             raise InterruptedError
 
 
-def fit(root: str, wipe: int = 0, stop: int = 0, **options: Any) -> tuple[Tiny, CPRCallback]:
+def fit(
+    root: str, wipe: int = 0, stop: int = 0, full: int = 0, ckpt_path: str | None = None, **options: Any
+) -> tuple[Tiny, CPRCallback]:
     model, injector = Tiny(dense="adam"), FaultInjector()
     callback = CPRCallback(root, save_every_n_steps=5, recovery="full", timeout_s=20, **options)
     if wipe:
         injector.wipe(0, wipe)
+    if full:
+        injector.disk_full(0, full)
     strategy = TorchRecStrategy(plan=dict.fromkeys(TABLES, "table_wise"))
     trainer = make_trainer(1, strategy, callbacks=[callback, Flush(callback), Stop(stop), injector])
     try:
-        trainer.fit(model, stateful_loader(0, BATCHES))
+        trainer.fit(model, stateful_loader(0, BATCHES), ckpt_path=ckpt_path)
     except InterruptedError:
         assert stop
-    assert injector.count("wipe") == bool(wipe)
+    assert (injector.count("wipe"), injector.count("disk_full")) == (bool(wipe), bool(full))
     return model, callback
 
 
@@ -85,3 +89,22 @@ def rewound(rank: int, world: int, folder: str) -> None:
 
 def test_saves_after_a_full_recovery_are_of_the_new_timeline(tmp_path: Path) -> None:
     run_ranks(rewound, 1, str(tmp_path))
+
+
+def ended_and_gone_back(rank: int, world: int, folder: str) -> None:
+    # The save of the last step, which is also a scheduled one, fails: it is made again before fit returns.
+    root = f"{folder}/run"
+    model, callback = fit(root, full=BATCHES)
+    assert callback.counts["failed"] == 1
+    assert find_version(root).manifest.step == BATCHES
+
+    # The user goes back to step 5 by name: a failure does not bring the run forward to the versions left behind, and
+    # neither does a crash.
+    again, _ = fit(root, wipe=7, stop=8, ckpt_path=f"{root}@5")
+    assert again.losses == model.losses[5:7] + model.losses[5:7]
+    assert find_version(root).manifest.step == 5
+    assert find_version(f"{root}@{BATCHES}").manifest.step == BATCHES
+
+
+def test_the_newest_version_is_where_the_run_stands(tmp_path: Path) -> None:
+    run_ranks(ended_and_gone_back, 1, str(tmp_path))
