@@ -60,6 +60,26 @@ def fit(
     return model, callback
 
 
+class Scheduled(Tiny):
+    """Its tables' rate changes after the batch that the version of an epoch's last step is taken at."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.trainer.strategy.add_fused_groups(super().configure_optimizers())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
+
+
+def fit_epochs(root: str, wipe: int) -> list[float]:
+    model, injector = Scheduled(), FaultInjector()
+    callback = CPRCallback(root, save_every_n_steps=5, recovery="full", timeout_s=20)
+    if wipe:
+        injector.wipe(0, wipe)
+    strategy = TorchRecStrategy(plan=dict.fromkeys(TABLES, "table_wise"))
+    trainer = make_trainer(1, strategy, callbacks=[callback, Flush(callback), injector], max_epochs=2)
+    trainer.fit(model, stateful_loader(0, 5))
+    return model.losses
+
+
 def rewound(rank: int, world: int, folder: str) -> None:
     # A save announced before the failure must not be made again in the new timeline: the delta of step 10 would be
     # one of no rows upon step 5.
@@ -85,6 +105,10 @@ def rewound(rank: int, world: int, folder: str) -> None:
     after, callback = fit(root)
     assert after.losses == plain[10:]
     assert callback.samples == 4 * BATCHES
+
+    # Back over an epoch's end, where the tables' kernels are told a rate that they had before the failure.
+    plain = fit_epochs(f"{folder}/plain", wipe=0)
+    assert fit_epochs(f"{folder}/epochs", wipe=7) == plain[:7] + plain[5:]
 
 
 def test_saves_after_a_full_recovery_are_of_the_new_timeline(tmp_path: Path) -> None:
