@@ -410,6 +410,8 @@ class TorchRecStrategy(DDPStrategy):
                 checkpoint.update(older)
                 version = checkpoint[VERSION_KEY]
                 model.on_load_checkpoint(checkpoint)
+        if self._rates is not None:
+            self._rates.restored()
         self.job.together(lambda: load_dense_state(model, checkpoint["state_dict"], strict=strict))
         self.loaded_version, self._rng = version, checkpoint.get("rng")
 
