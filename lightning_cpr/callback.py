@@ -44,6 +44,7 @@ from lightning_cpr.report.events import EventLog, metrics_of
 from lightning_cpr.restorer import Recovered, Restorer
 from lightning_cpr.saver import BITS, BackgroundSaves, Committed, Progress, RunId, SavePlan
 from lightning_cpr.spec import Shard, ShardSpec
+from lightning_cpr.store.manifest import FOLDER
 from lightning_cpr.store.retention import Rules
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.storage import Storage
@@ -271,7 +272,12 @@ class CPRCallback(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, TorchRecStrategy)
         job, loaded = self.job, strategy.loaded_version
-        same_root = loaded is not None and loaded.storage.root == self.storage.root
+        # A checkpoint of Lightning's that lies there is none of the root's versions.
+        same_root = (
+            loaded is not None
+            and loaded.storage.root == self.storage.root
+            and loaded.manifest.path.startswith(f"{FOLDER}/")
+        )
         # Where a ckpt_path from elsewhere was loaded, the root's own run goes on with that: a root holds one run.
         run_id = loaded.manifest.run_id if same_root and loaded is not None else self._own_run
         if run_id is not None:
@@ -308,9 +314,21 @@ class CPRCallback(Callback):
             assert loaded is not None
             job.together(lambda: self._restorer.holds(loaded.manifest))
             self._saved_step, self._closed = loaded.manifest.step, Moment(step, 0.0)
-        else:
+        if not same_root or self._left_behind(loaded):
             # At once, so that there is a version to recover from before the first interval is over.
             self._start_save(trainer, SavePlan(step, f"{job.incarnation}-{step}", bits=job.broadcast(self._bits(True))))
+        if same_root and self._saves.busy:
+            # Until it stands, the newest version is one of the future that this run has turned away from.
+            self._take_outcome(self._saves.poll(self.timeout_s))
+
+    def _left_behind(self, loaded: Version | None) -> bool:
+        """Whether the root has newer exact versions than the one that was loaded: the user went back by name."""
+
+        def newer() -> bool:
+            found = newest(self.storage, run_id=self._run.run_id).manifest
+            return found is None or loaded is None or found.version != loaded.manifest.version
+
+        return self.job.from_rank_0(newer)
 
     def _setting(self) -> Setting:
         """What the planner is told of this job."""
@@ -458,6 +476,7 @@ class CPRCallback(Callback):
                     self._cycle_stall = 0.0
         elif outcome is not None:
             self.counts["failed"] += 1
+            self._saved_step = -1
             log.error("a save failed, training goes on: %s", outcome)
             self._emit("save_failed", error=str(outcome).partition("\n")[0], failed=self.counts["failed"])
 
@@ -465,7 +484,8 @@ class CPRCallback(Callback):
         """Flush: the last state is saved, and committed, before fit returns."""
         self._take_outcome(self._saves.poll(self.timeout_s) if self._saves.busy else None)
         step = _step(trainer)
-        if step != self._saved_step and not trainer.interrupted:
+        # By rank 0's word: of a failed commit the others may know or not.
+        if not trainer.interrupted and self.job.broadcast(step != self._saved_step):
             nonce = f"{self.job.incarnation}-{secrets.token_hex(4)}"
             self._start_save(trainer, self.job.from_rank_0(lambda: self._plan(step, nonce, "close")))
             # The save gives up by itself after as long; a moment more, so that its own error is seen.
@@ -593,7 +613,8 @@ class CPRCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.samples = state_dict["samples"]
         self.ledger = Ledger.from_json(state_dict["ledger"])
-        self.counts |= state_dict["counts"]
+        # A rewind brings back the state of an earlier step, which does not undo what has happened since.
+        self.counts |= {name: max(count, self.counts.get(name, 0)) for name, count in state_dict["counts"].items()}
         self._planner_state = state_dict.get("planner")
 
     def on_load_checkpoint(

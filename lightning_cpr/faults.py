@@ -142,6 +142,13 @@ class FaultInjector(pl.Callback):
         self._replaces = REPLACES_ENV in os.environ
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # For copies and for launchers that pickle the Trainer; what `connect` gave belongs to one fit.
+        return {**vars(self), "_emit": None, "_local_shards": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
     def wipe(self, rank: int, step: int) -> FaultInjector:
         """Overwrite the rank's shards, weights and optimizer state, with garbage after ``step``; tell the recovery."""
         return self._add(Fault("wipe", rank, step))
@@ -235,7 +242,8 @@ class FaultInjector(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         step = _batch(trainer)
-        for fault in [f for f in self.faults if f.kind == "wipe" and f.step == step]:
+        wipes = [f for f in self.faults if f.kind == "wipe" and f.step == step and f.attempt in (None, self._attempt)]
+        for fault in wipes:
             self.faults.remove(fault)
             self._wiped.append(fault.rank)
             if fault.rank == self._rank:

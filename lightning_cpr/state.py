@@ -124,6 +124,19 @@ def rewind(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         connector._loaded_checkpoint = {}
     for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
         loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    progress, epochs = fit_loop.epoch_loop.batch_progress, fit_loop.epoch_progress
+    if epochs.current.ready == epochs.current.processed:  # type: ignore[attr-defined]
+        # Taken between two epochs, while this loop is inside one.
+        epochs.increment_ready()
+        epochs.increment_started()
+        progress.reset_on_run()
+        fit_loop.epoch_loop.scheduler_progress.reset_on_run()
+        fit_loop.epoch_loop.automatic_optimization.optim_progress.reset_on_run()
+    if progress.current.completed == progress.current.ready:
+        # Taken between two batches, while this loop is about to complete one.
+        progress.current.completed -= 1
+        progress.total.completed -= 1
+        fit_loop.epoch_loop._batches_that_stepped -= 1
     loader, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
     assert loader is not None
     assert fetcher is not None

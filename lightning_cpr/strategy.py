@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -43,6 +44,7 @@ from lightning_cpr.job import Job
 from lightning_cpr.live import LiveRecovery, under_guardian
 from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length, restart_warning
 from lightning_cpr.pipeline import PipelinedModule
+from lightning_cpr.rendezvous import join_afresh
 from lightning_cpr.report.progress import progress_bar
 from lightning_cpr.state import set_rng_state
 from lightning_cpr.tables import sharding
@@ -148,6 +150,13 @@ class TorchRecStrategy(DDPStrategy):
         if self.live is not None:
             assert self._timeout is not None
             self.live.setup_group(self._get_process_group_backend(), self._timeout.total_seconds())
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not dist.is_initialized():
+            assert self._timeout is not None
+            self.set_world_ranks()
+            device = None if self.root_device.type == "cpu" else self.root_device
+            join_afresh(
+                self._get_process_group_backend(), self.global_rank, self.world_size, self._timeout, device_id=device
+            )
         super().setup_distributed()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -401,6 +410,8 @@ class TorchRecStrategy(DDPStrategy):
                 checkpoint.update(older)
                 version = checkpoint[VERSION_KEY]
                 model.on_load_checkpoint(checkpoint)
+        if self._rates is not None:
+            self._rates.restored()
         self.job.together(lambda: load_dense_state(model, checkpoint["state_dict"], strict=strict))
         self.loaded_version, self._rng = version, checkpoint.get("rng")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -27,6 +28,9 @@ def nothing_leaks() -> Iterator[None]:
         if not thread.daemon:
             thread.join(max(0.0, deadline - time.monotonic()))
             assert not thread.is_alive(), f"the test left the thread {thread.name}"
+    gc.collect()  # an iterator that an exception's traceback held ends its workers when it goes
+    for child in multiprocessing.active_children():
+        child.join(max(0.0, deadline - time.monotonic()))
     assert not multiprocessing.active_children(), "the test left child processes"
     assert not shared_memory() - shared, "the test left shared memory"
 

@@ -15,7 +15,7 @@ from lightning_cpr.errors import CorruptShardError, CPRError, ManifestError
 from lightning_cpr.spec import TableSpec
 from lightning_cpr.store.agree import abort, check_alive, wait_for
 from lightning_cpr.store.chunk import read_index
-from lightning_cpr.store.coverage import check_coverage
+from lightning_cpr.store.coverage import check_coverage, check_shards
 from lightning_cpr.store.manifest import BlobEntry, FileEntry, Manifest, PartManifest, digest, dump_manifest, parse_part
 from lightning_cpr.store.rows import runs_of
 from lightning_cpr.store.save import RankPart, SaveIO, SaveReport, SaveSpec
@@ -117,6 +117,9 @@ def _assemble(storage: Storage, spec: SaveSpec, parts: Sequence[PartManifest], p
         if sizes.get(entry.path) != entry.bytes:
             have = sizes.get(entry.path, "no")
             raise CorruptShardError(f"{entry.path}: {have} bytes in storage, {entry.bytes} were written")
+    shards = tuple(shard for part in parts for shard in part.shards)
+    if shards:
+        check_shards(spec.version, spec.tables, (shard.spec for shard in shards))
     tables = {table.fqn: table for table in spec.tables}
     check_coverage(spec.version, spec.tables, files, partial(row_runs, storage, tables), complete=spec.kind == "base")
     return Manifest(
@@ -132,7 +135,7 @@ def _assemble(storage: Storage, spec: SaveSpec, parts: Sequence[PartManifest], p
         config_fingerprint=spec.config_fingerprint,
         plan_fingerprint=spec.plan_fingerprint,
         tables=spec.tables,
-        shards=tuple(shard for part in parts for shard in part.shards),
+        shards=shards,
         files=_inherited(storage, spec) + files,
         blobs=blobs,
         planner=planner,

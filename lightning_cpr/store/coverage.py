@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from lightning_cpr.errors import ManifestError
-from lightning_cpr.spec import TableSpec
+from lightning_cpr.spec import ShardSpec, TableSpec
 from lightning_cpr.store.manifest import FileEntry
 
 
@@ -54,6 +54,23 @@ def check_coverage(
                 problems.append(f"table {spec.fqn} lacks rows {_text(missing)} of columns [{low}, {high})")
             if disjoint and twice:
                 problems.append(f"table {spec.fqn} holds rows {_text(twice)} of columns [{low}, {high}) twice")
+    if problems:
+        raise ManifestError(f"version {version}: " + "; ".join(problems))
+
+
+def check_shards(version: str, tables: Sequence[TableSpec], shards: Iterable[ShardSpec]) -> None:
+    """Raise ManifestError, naming tables, where the shards that the ranks saved of make up no whole table.
+
+    A delta that lacks a shard looks like one in which no row of that shard changed.
+    """
+    elements: dict[str, int] = {}
+    for shard in shards:
+        elements[shard.table] = elements.get(shard.table, 0) + shard.elements
+    problems = [
+        f"the ranks hold {elements.get(spec.fqn, 0)} of the {spec.rows * spec.cols} elements of table {spec.fqn}"
+        for spec in tables
+        if elements.get(spec.fqn, 0) != spec.rows * spec.cols
+    ]
     if problems:
         raise ManifestError(f"version {version}: " + "; ".join(problems))
 

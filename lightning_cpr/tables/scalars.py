@@ -112,7 +112,7 @@ def _merged(fqns: Sequence[str], scalars: Mapping[str, Mapping[str, Any]]) -> di
         for name, value in scalars.get(fqn, {}).items():
             if name == "iter":
                 merged[name] = max(value, merged.get(name, 0))
-            elif name in merged and merged[name] != value:
+            elif name in merged and np.float32(merged[name]) != np.float32(value):
                 raise IncompatiblePlanError(
                     f"rank {rank_and_world()[0]}: tables {source[name]} and {fqn} share one fused kernel, but were "
                     f"saved with {name} {merged[name]} and {value}."

@@ -138,8 +138,12 @@ class FusedRates:
             _Unit(rate, name, frozenset(by_rate[rate])) for rate, name in zip(sorted(by_rate), names, strict=True)
         ]
         self._kernels = [(frozenset(fqns), kernel) for fqns, kernel in fused_kernels(model)]
-        self._applied = {id(kernel): kernel.fused_optimizer.param_groups[0]["lr"] for _, kernel in self._kernels}
         self._ordinary: list[tuple[frozenset[str], dict[str, Any]]] = []
+        self.restored()
+
+    def restored(self) -> None:
+        """The kernels and their param groups agree on a rate: they were made, or loaded, just now."""
+        self._applied = {id(kernel): kernel.fused_optimizer.param_groups[0]["lr"] for _, kernel in self._kernels}
 
     def follow(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Includes the ordinary optimizers that `claim_tables` made."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DMPCollection
 
-from lightning_cpr._lightning import CheckpointIO
+from lightning_cpr.checkpoint_io import CPRCheckpointIO
 from lightning_cpr.errors import IncompatiblePlanError, UnsupportedError
 from lightning_cpr.strategy import TorchRecStrategy
 from lightning_cpr.tables import sharding
@@ -119,16 +119,7 @@ def test_dense_state_and_optimizer_state_go_by_canonical_names() -> None:
     run_ranks(_states, 1)
 
 
-class BrokenTeardown(CheckpointIO):
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any | None = None) -> None:
-        raise NotImplementedError
-
-    def load_checkpoint(self, path: Any, map_location: Any | None = None) -> Any:
-        raise NotImplementedError
-
-    def remove_checkpoint(self, path: Any) -> None:
-        raise NotImplementedError
-
+class BrokenTeardown(CPRCheckpointIO):
     def teardown(self) -> None:
         raise RuntimeError("the second error")
 

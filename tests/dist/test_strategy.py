@@ -14,7 +14,9 @@ from torchrec.distributed import sharding_plan as generators
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingPlan
 
-from lightning_cpr._lightning import Callback, CheckpointIO, pl
+from lightning_cpr._lightning import Callback, pl
+from lightning_cpr.checkpoint_io import find_version
+from lightning_cpr.store.blob import JOB_BLOB
 from lightning_cpr.strategy import TorchRecStrategy
 from lightning_cpr.tables.scalars import fused_kernels, fused_scalars
 from lightning_cpr.tables.shards import dense_state, local_shards, table_specs
@@ -91,24 +93,6 @@ def test_every_stage_sees_one_wrapped_model() -> None:
 # Checkpoints.
 
 
-class RankIO(CheckpointIO):
-    """Keeps what each rank saves in files of its own, and counts."""
-
-    def __init__(self) -> None:
-        self.saved: list[str] = []
-        self.removed: list[str] = []
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        self.saved.append(str(path))
-        torch.save(checkpoint, f"{path}.{torch.distributed.get_rank()}")
-
-    def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
-        return torch.load(f"{path}.{torch.distributed.get_rank()}", weights_only=True)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        self.removed.append(str(path))
-
-
 class SaveAt(Callback):
     def __init__(self, step: int, path: str) -> None:
         self.step = step
@@ -119,38 +103,18 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-class Resumable(Tiny):
-    """Puts its own rows into the checkpoint, so that a resume can be compared with no store at hand."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        shards = local_shards(self)
-        checkpoint["rows"] = [(s.weight.clone(), {k: v.clone() for k, v in s.states.items()}) for s in shards]
-        checkpoint["scalars"] = fused_scalars(self)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        for shard, (weight, states) in zip(local_shards(self), checkpoint["rows"], strict=True):
-            shard.weight.copy_(weight)
-            for name, state in states.items():
-                shard.states[name].copy_(state)
-
-
 def _resume(rank: int, world: int, folder: str) -> None:
     path = str(Path(folder) / "at5")
-    whole, rest = Resumable("adam"), Resumable("adam", filled=False)
-    io = RankIO()
-    strategy = TorchRecStrategy(plan=PLAN)
-    trainer = make_trainer(world, strategy, max_steps=10, plugins=[io], callbacks=[SaveAt(5, path)])
+    whole, rest = Tiny("adam"), Tiny("adam", filled=False)
+    trainer = make_trainer(world, TorchRecStrategy(plan=PLAN), max_steps=10, callbacks=[SaveAt(5, path)])
     trainer.fit(whole, make_loader(rank))
-    assert io.saved == [path]
-    trainer.strategy.remove_checkpoint(path)
-    assert io.removed == ([path] if rank == 0 else [])
-    checkpoint = io.load_checkpoint(path)
+    checkpoint = find_version(path).blob(JOB_BLOB)
     assert list(checkpoint["state_dict"]) == [f"net.mlp.{i}.{name}" for i in (0, 2) for name in ("weight", "bias")]
     (optimizer,) = checkpoint["optimizer_states"]
     assert optimizer["param_groups"][0]["params"] == list(checkpoint["state_dict"])
     assert set(optimizer["state"]) == set(checkpoint["state_dict"])
 
-    trainer = make_trainer(world, TorchRecStrategy(plan=PLAN), max_steps=10, plugins=[RankIO()])
+    trainer = make_trainer(world, TorchRecStrategy(plan=PLAN), max_steps=10)
     loader = make_loader(rank)
     loader.dataset.batches = loader.dataset.batches[5:]  # type: ignore[attr-defined]
     trainer.fit(rest, loader, ckpt_path=path)

@@ -118,7 +118,7 @@ def test_a_recovery_walks_back_too(tmp_path: Path, mode: str) -> None:
 
 
 def base_run(rank: int, world: int, folder: str) -> dict[str, Any]:
-    cpr = CPRCallback(f"{folder}/root", save_every_n_steps=5, timeout_s=30)
+    cpr = CPRCallback(f"{folder}/root", save_every_n_steps=5, incremental="full", timeout_s=30)
     rows = Rows()
     trainer = make_trainer(world, TorchRecStrategy(plan=PLAN), max_steps=10, callbacks=[rows, Settled(cpr), cpr])
     trainer.fit(Tiny(dense="adam"), stateful_loader(rank))

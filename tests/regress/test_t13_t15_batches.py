@@ -90,7 +90,7 @@ class Rows(Callback):
 
 
 def odd(rank: int, world: int, folder: str) -> dict[str, Any]:
-    cpr = CPRCallback(f"{folder}/root", save_every_n_steps=2, timeout_s=30)
+    cpr = CPRCallback(f"{folder}/root", save_every_n_steps=2, recovery="partial", timeout_s=30)
     rows, injector = Rows(), FaultInjector().wipe(rank=1, step=9)
     saves = SaveAt({6: f"{folder}/6.ckpt"})
     trainer = make_trainer(world, TorchRecStrategy(plan=PLAN), callbacks=[rows, saves, Settled(cpr), cpr, injector])

@@ -75,14 +75,16 @@ def test_l02_d11_the_version_before_stands(
     assert newest(storage).require().step == expected
     assert not [p for p in (tmp_path / "manifests").iterdir() if not p.name.endswith((".json", ".fence"))]
 
+    # A rank that lives may have cleaned up after the aborted save already.
+    torn = torn_versions(storage)
+    assert torn or (victim, point) != (0, "pre_commit")
     runs = run_ranks(resumed, 2, str(tmp_path), timeout=120)
     for run, ref in zip(runs, references, strict=True):
         assert run["ids"] == list(range(expected, STEPS))
         assert run["losses"] == ref["losses"][expected:]
         assert_equal(run["rows"], ref["rows"])
         assert run["samples"] == STEPS * 4 * 2
-    if point in ("mid_write", "pre_commit"):
-        assert runs[0]["torn"]
+    assert bool(runs[0]["torn"]) == bool(torn)
     # what the killed save left is gone after the next commit
     assert torn_versions(storage) == []
     assert newest(storage).require().step == STEPS
