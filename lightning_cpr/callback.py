@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cpr._lightning import Callback, check_trainer, pl
+from lightning_cpr._lightning import Callback, check_trainer, pl, rank_zero_info
 from lightning_cpr.chain import Chain, next_content
 from lightning_cpr.checkpoint_io import VERSION_KEY, Version, load_sound
 from lightning_cpr.controller import Bits, Controller, Fixed, RecoveryChoice
@@ -30,6 +31,7 @@ from lightning_cpr.errors import (
 )
 from lightning_cpr.faults import FaultInjector
 from lightning_cpr.job import Job
+from lightning_cpr.loader import restart_warning
 from lightning_cpr.policy import check
 from lightning_cpr.policy.baseline import POLICIES, BaselinePolicy
 from lightning_cpr.policy.due import Due, Moment, Schedule, due
@@ -105,7 +107,7 @@ class CPRCallback(Callback):
 
     def __init__(
         self,
-        root: str,
+        root: str | os.PathLike[str],
         *,
         save_every_n_steps: int | None = None,
         save_interval: float | str | None = None,
@@ -130,6 +132,12 @@ class CPRCallback(Callback):
         check.one_of("incremental", incremental, POLICIES)
         check.one_of("priority", priority, (*VARIANTS, "auto"))
         check.one_of("resume", resume, ("auto", "never"))
+        if not isinstance(root, str | os.PathLike) or not os.fspath(root):
+            raise ConfigError(f"root={root!r}: a folder or an fsspec URL is needed")
+        if save_every_n_steps is not None and save_interval is not None:
+            raise ConfigError(f"{save_every_n_steps=}, {save_interval=}: set one of them, or none for the planner's")
+        if save_every_n_steps is not None:
+            check.count("save_every_n_steps", save_every_n_steps)
         check.share("target_pls", target_pls)
         check.share("ratio", ratio)
         if bits not in (*BITS, "auto"):
@@ -146,9 +154,11 @@ class CPRCallback(Callback):
         schedule = None
         if not planned:
             seconds = None if save_interval is None else to_seconds(save_interval)
+            if seconds is not None:
+                check.positive("save_interval", seconds)
             schedule = Schedule(save_every_n_steps, seconds, 1.0 if priority == "vanilla" else ratio)
         self._fixed = Fixed(schedule, recovery, bits, max_pls)
-        self.root = root.rstrip("/")
+        self.root = os.fspath(root).rstrip("/") or "/"
         self.target_pls = target_pls
         self.mtbf = Mtbf() if mtbf is None else Mtbf(to_seconds(mtbf), None)
         self.incremental = incremental
@@ -245,8 +255,10 @@ class CPRCallback(Callback):
 
     def _resume(self, trainer: pl.Trainer, path: str) -> None:
         version = self.job.together(lambda: Version(self.storage, load_manifest(self.storage, path), refused=()))
-        log.info("resuming from %s, step %d", version.name, version.manifest.step)
         checkpoint = load_sound(self.job, version)
+        version = checkpoint[VERSION_KEY]
+        rank_zero_info(f"CPRCallback resumes from {version.name}, step {version.manifest.step}")
+        self._rename_state(trainer, checkpoint)
         connector = trainer._checkpoint_connector
         other = connector._loaded_checkpoint.get(VERSION_KEY)
         if other is None or other.manifest.step < checkpoint[VERSION_KEY].manifest.step:
@@ -544,6 +556,13 @@ class CPRCallback(Callback):
         self._saved_step = -1
         self._cycle_stall = 0.0
         self._controller.recovered(recovered.plan.mode, recovered.seconds, self.samples, self.pls)
+        if self.job.rank == 0:
+            source = next(iter(recovered.plan.sources.values()))
+            log.warning(
+                "%s recovery of rank %s after batch %d (%s): %d rows from %s in %.2f s, PLS %.4f",
+                recovered.plan.mode, ", ".join(map(str, failed)), at.step, recovered.plan.reason, recovered.rows,
+                source.name, recovered.seconds, self.pls,
+            )  # fmt: skip
         self._emit(
             "recovery", mode=recovered.plan.mode, reason=recovered.plan.reason, failed=failed, step=at.step,
             epoch=self.epoch, version=next(iter(recovered.plan.sources.values())).name, bytes_read=recovered.bytes_read,
@@ -555,7 +574,10 @@ class CPRCallback(Callback):
     def _choose(self, failed: Sequence[int], after: Ledger, lost_samples: int) -> tuple[Mode, str]:
         """Rank 0: how to recover. after: the ledger if it is partial; lost_samples: since the newest exact version."""
         self._controller.trained(self.samples, self._now(0).seconds, self._planned_samples())
-        return self._controller.choose(failed, after.pls(self._total_samples()), lost_samples)
+        loader = self.job.trainer.fit_loop._combined_loader
+        assert loader is not None
+        replays = restart_warning(loader.flattened, batches=1) is None
+        return self._controller.choose(failed, after.pls(self._total_samples()), lost_samples, replays)
 
     def _planned_samples(self) -> int | None:
         """Samples of the whole run; None where the Trainer does not know when it ends."""
@@ -594,6 +616,23 @@ class CPRCallback(Callback):
         # A rewind brings back the state of an earlier step, which does not undo what has happened since.
         self.counts |= {name: max(count, self.counts.get(name, 0)) for name, count in state_dict["counts"].items()}
         self._planner_state = state_dict.get("planner")
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if hasattr(self, "storage"):
+            self._rename_state(trainer, checkpoint)
+
+    def _rename_state(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+        """Find this callback's state in a version of its root that was saved when the root had another name."""
+        version, states = checkpoint.get(VERSION_KEY), checkpoint.get("callbacks") or {}
+        if version is None or version.storage.root != self.storage.root or self.state_key in states:
+            return
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        known = {callback.state_key for callback in callbacks}
+        other = [key for key in states if key.startswith("CPRCallback[") and key not in known]
+        if len(other) == 1:
+            states[self.state_key] = states.pop(other[0])
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

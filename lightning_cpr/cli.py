@@ -46,12 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"lightning-cpr {__version__}")
             return 0
         if command in TRAINER_COMMANDS:
-            return run_trainer(args)
+            return run_trainer(args if argv is not None else None)
         if command in LAUNCH:
             return launch(args[1:])
         if command in COMMANDS:
             return run(_function(command), f"lightning-cpr {command}", args[1:])
-        print(f"lightning-cpr: no command {command!r}\n\n{usage()}", file=sys.stderr)
+        print(f"lightning-cpr: no command {command!r}; lightning-cpr --help lists them", file=sys.stderr)
         return 2
     except CPRError as e:
         print(f"lightning-cpr {command}: {one_line(e)}", file=sys.stderr)
@@ -73,18 +73,30 @@ def usage() -> str:
     return "\n".join([*lines, "", "lightning-cpr COMMAND --help shows a command's options."])
 
 
-def run_trainer(args: Sequence[str]) -> int:
-    """LightningCLI with strategy ``torchrec``; ``class_path``s are found from the current directory, as with -m."""
+def run_trainer(args: list[str] | None) -> int:
+    """LightningCLI with strategy ``torchrec``; ``class_path``s are found from the current directory, as with -m.
+
+    args: None for the process's own.
+    """
     sys.path.insert(0, os.getcwd())
     from lightning_cpr._lightning import PACKAGE
 
     cli = import_module(f"{PACKAGE}.cli")
-    cli.LightningCLI(
-        args=list(args),
-        trainer_defaults={"strategy": "torchrec"},
-        save_config_kwargs={"overwrite": True},
-        auto_configure_optimizers=False,
-    )
+    try:
+        cli.LightningCLI(
+            args=args,
+            trainer_defaults={"strategy": "torchrec"},
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
+            # jsonargparse's own lists every option, on fifty lines before each error
+            parser_kwargs={c: {"usage": f"lightning-cpr {c} [--config FILE] [options]"} for c in TRAINER_COMMANDS},
+        )
+    except ValueError as e:
+        # What a class of the config refuses comes wrapped in what else jsonargparse tried.
+        cause: BaseException | None = e
+        while cause is not None and not isinstance(cause, CPRError):
+            cause = cause.__cause__
+        raise cause or e from None
     return 0
 
 

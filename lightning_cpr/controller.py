@@ -92,8 +92,10 @@ class Controller:
         """A cycle's saves are committed; training waited ``stall`` seconds for all of them."""
         self._observe(Saved(stall))
 
-    def choose(self, failed: Sequence[int], pls_after: float, lost_samples: int) -> tuple[Mode, str]:
-        """How to recover these owners. lost_samples: done since the newest exact version."""
+    def choose(self, failed: Sequence[int], pls_after: float, lost_samples: int, replays: bool) -> tuple[Mode, str]:
+        """How to recover these owners. lost_samples: done since the newest exact version. replays: whether the loader
+        can go back to that version's batch.
+        """
         self._observe(Failed(tuple(failed)))
         if self._fixed.recovery == "full":
             return "full", "recovery='full'"
@@ -102,7 +104,7 @@ class Controller:
                 return "full", f"PLS would be {pls_after:.3g}, above max_pls {self._fixed.max_pls:.3g}"
             return "partial", "recovery='partial'"
         lost_seconds = lost_samples / self.speed if self.speed else 0.0
-        mode, reason = planner.choose_recovery(self.state, self.plan, pls_after, lost_seconds)
+        mode, reason = planner.choose_recovery(self.state, self.plan, pls_after, lost_seconds, replays)
         return ("full" if mode == "full" else "partial"), reason
 
     def recovered(self, mode: Mode, seconds: float, samples: int, pls: float) -> None:

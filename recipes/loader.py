@@ -241,6 +241,8 @@ class RecipeDataModule(pl.LightningDataModule):
 
     def __init__(self, batch_size: int, num_workers: int = 0, pin_memory: bool = False) -> None:
         super().__init__()
+        if batch_size < 1:
+            raise DataError(f"batch_size={batch_size}: must be 1 or more")
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.pin_memory = pin_memory

@@ -277,10 +277,13 @@ def _estimates(state: PlannerState) -> str:
     return f"MTBF {state.mtbf:.6g} s ({how}); measured: {seen}; {state.share_per_failure:.4g} of the rows a failure"
 
 
-def choose_recovery(state: PlannerState, now: Plan, pls_after: float, lost_seconds: float) -> tuple[Mode, str]:
+def choose_recovery(
+    state: PlannerState, now: Plan, pls_after: float, lost_seconds: float, replays: bool = True
+) -> tuple[Mode, str]:
     """How to recover from the failure at hand. ``pls_after``: the ledger's value if its loss is charged;
-    ``lost_seconds``: training time since the newest exact version, what a rewind would do again. Parity is the
-    recovery layer's to try first.
+    ``lost_seconds``: training time since the newest exact version, what a rewind would do again. replays: whether a
+    rewind trains on the same batches again; it costs other samples' updates where it does not. Parity is the recovery
+    layer's to try first.
     """
     check.not_negative("pls_after", pls_after)
     check.not_negative("lost_seconds", lost_seconds)
@@ -290,6 +293,6 @@ def choose_recovery(state: PlannerState, now: Plan, pls_after: float, lost_secon
     if now.mode == "full":
         return "full", "the plan is full recovery"
     full, partial = state.costs.full, state.costs.partial
-    if full.load + full.restart + lost_seconds <= partial.load + partial.restart:
+    if replays and full.load + full.restart + lost_seconds <= partial.load + partial.restart:
         return "full", f"a rewind of {lost_seconds:.3g} s is no dearer and loses nothing"
     return "partial", f"PLS will be {pls_after:.3g}, limit {limit:.3g}; a rewind would redo {lost_seconds:.3g} s"

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> None:
     """Run a job on this host, as torchrun does, and wait for it.
 
     Raises:
-        ConfigError: options that contradict each other.
+        ConfigError: options that contradict each other, or no such script.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: the job failed; it holds the first failure.
     """
     from torch.distributed import run as torchrun
@@ -48,6 +48,8 @@ def run(argv: Sequence[str]) -> None:
     options = make_parser().parse_args(argv)
     if options.no_python or options.run_path:
         raise ConfigError("lightning-cpr run starts Python scripts and modules: leave out --no-python and --run-path")
+    if not options.module and not Path(options.training_script).is_file():
+        raise ConfigError(f"no script {options.training_script!r}; a module is named with -m")
     own = {name: getattr(options, name) for name in ("spares", "preload", "max_replacements", "window", "hang_timeout")}
     passed = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
     if options.module:

@@ -102,6 +102,8 @@ def run_of(storage: Storage, run_id: str | None = None) -> str:
     runs = sorted({ref.run_id for ref in refs})
     if run_id is not None and (run_id in runs or _folders(storage, run_id)):
         return run_id
+    if not refs:
+        raise ConfigError(f"{storage.root} holds no versions; check the path")
     if run_id is not None or len(runs) != 1:
         known = ", ".join(runs) or "none"
         raise ConfigError(f"{storage.root} holds versions of {len(runs)} runs ({known}): choose one of them")

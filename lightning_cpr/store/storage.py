@@ -274,6 +274,8 @@ def relative_to(root_file: str) -> tuple[str, str]:
     head, _, name = root_file.rpartition("/")
     if not name:
         raise ConfigError(f"{root_file!r} names a folder, not a file")
+    if name in (".", "..") and "://" not in root_file:
+        return relative_to(os.path.abspath(root_file))
     return (head or ("/" if root_file.startswith("/") else ".")), name
 
 

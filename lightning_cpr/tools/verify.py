@@ -28,7 +28,8 @@ def verify_command(root: str, storage_options: dict[str, Any] | None = None) -> 
         problems += [problem for problem in found if problem not in problems]
     for problem in problems:
         of = f" (table {problem.table})" if problem.table else ""
-        show(f"BAD {problem.path}{of}: {problem.message}")
+        where = "" if problem.message.startswith(problem.path) else f"{problem.path}{of}: "
+        show(f"BAD {where}{problem.message}")
     stored = {s.path: s.bytes for version in versions for s in version.manifest.stored}
     outcome = f"{len(problems)} problems" if problems else "all sound"
     show(f"{len(versions)} versions, {len(stored)} files, {size(sum(stored.values()))}: {outcome}")

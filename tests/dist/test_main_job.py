@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,30 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert left.keys() == right.keys()
     for name in left:
         assert torch.equal(left[name], right[name]), name
+
+
+def moved_run(rank: int, world: int, root: str) -> list[tuple[int, float, dict[str, int]]]:
+    seen = []
+    for epochs, name in ((1, "first"), (2, "second")):
+        callback = CPRCallback(f"{root}/{name}", save_every_n_steps=10, recovery="partial", timeout_s=30)
+        faults = [FaultInjector().wipe(rank=0, step=23)] if name == "first" else []
+        strategy = TorchRecStrategy(plan=PLAN)
+        trainer = make_trainer(world, strategy, callbacks=[callback, *faults], max_epochs=epochs)
+        trainer.fit(Tiny(dense="adam"), stateful_loader(rank, count=32))
+        seen.append((callback.samples, callback.pls, {k: callback.counts[k] for k in ("recoveries", "failed")}))
+        if name == "first":
+            os.rename(f"{root}/first", f"{root}/second")
+    return seen
+
+
+def test_a_run_goes_on_in_a_root_that_was_renamed(tmp_path: Path) -> None:
+    ((first, second),) = run_ranks(moved_run, 1, str(tmp_path))
+    # the same samples are lost, of twice as many
+    assert first[1] > 0
+    assert second[:2] == (2 * first[0], pytest.approx(first[1] / 2, rel=1e-12))
+    assert first[2] == second[2] == {"recoveries": 1, "failed": 0}
+    started = [e["step"] for e in read_events(Storage(str(tmp_path / "second"))) if e["event"] == "run_started"]
+    assert started == [0, 32]
 
 
 def kept_run(rank: int, world: int, root: str) -> None:

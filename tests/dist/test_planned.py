@@ -35,8 +35,8 @@ from tests.dist.test_main_job import PLAN, settle, stateful_loader
         ({"bits": 5}, r"bits=5: must be one of None, 8, 4, 3, 2, 'auto'"),
         ({"priority": "lru"}, "priority='lru': must be one of auto, mfu, scar, ssu, vanilla"),
         ({"ratio": 1.5}, "ratio=1.5"),
-        ({"save_every_n_steps": 0}, "steps"),
-        ({"save_every_n_steps": 1, "save_interval": "1h"}, "set exactly one of the two"),
+        ({"save_every_n_steps": 0}, "save_every_n_steps=0: must be a whole number"),
+        ({"save_every_n_steps": 1, "save_interval": "1h"}, "save_interval=.1h.: set one of them"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(kwargs: dict[str, Any], message: str) -> None:

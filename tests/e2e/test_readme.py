@@ -26,5 +26,7 @@ def test_python_blocks(tmp_path: Path) -> None:
         assert done.returncode == 0, f"block {number} ({info}):\n{done.stdout}\n{done.stderr}"
         printed.append(done.stdout)
     text = "".join(printed)
-    assert "recoveries: 1, portion of lost samples: 0.0" in text
+    # a plain loader cannot go back, so rank 1's rows alone did: at least the ten batches since step 40 of 100 are gone
+    (pls,) = re.findall(r"^recoveries: 1, portion of lost samples: (0\.\d+)$", text, re.MULTILINE)
+    assert 0.05 <= float(pls) <= 0.25
     assert "row 7 of the user table starts with" in text

@@ -157,6 +157,8 @@ def test_a_failure_is_recovered_in_full_above_the_limit_or_where_that_is_no_dear
     assert choose_recovery(state, now, 0.1, 5 * H)[0] == "partial"
     assert choose_recovery(state, now, 0.21, 5 * H)[0] == "full"
     assert choose_recovery(state, now, 0.1, 30.0)[0] == "full"
+    assert choose_recovery(state, now, 0.1, 30.0, replays=False)[0] == "partial"
+    assert choose_recovery(state, now, 0.21, 30.0, replays=False)[0] == "full"
     assert choose_recovery(state, replace(now, mode="full"), 0.0, 5 * H)[0] == "full"
 
 

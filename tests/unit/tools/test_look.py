@@ -67,6 +67,29 @@ def test_what_is_not_there_is_one_line_and_status_2(name: str, tmp_path: Path, c
     assert not (tmp_path / "out").exists()
 
 
+def test_a_root_is_named_by_a_dot(
+    storage: Storage, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = make_root(storage)
+    monkeypatch.chdir(root.path)
+    status, out, _ = command(capsys, "verify", ".")
+    assert status == 0
+    assert out.startswith("3 versions, 12 files,")
+    (Path(root.path) / "below").mkdir()
+    monkeypatch.chdir(Path(root.path) / "below")
+    assert command(capsys, "inspect", "..")[0] == 0
+    status, _, err = command(capsys, "inspect", ".")
+    assert status == 2
+    assert err.count("\n") == 1
+    assert "below" in err
+
+
+def test_nothing_to_collect(tmp_path: Path, capsys: Capsys) -> None:
+    assert (
+        command(capsys, "gc", f"{tmp_path}")[2] == f"lightning-cpr gc: {tmp_path} holds no versions; check the path\n"
+    )
+
+
 def test_verify_names_file_and_table_of_every_flipped_byte(storage: Storage, capsys: Capsys) -> None:
     root = make_root(storage)
     status, out, _ = command(capsys, "verify", root.path)
@@ -81,6 +104,7 @@ def test_verify_names_file_and_table_of_every_flipped_byte(storage: Storage, cap
             status, out, _ = command(capsys, "verify", root.path)
             assert status == 1, (path, at)
             assert f"BAD {path}" in out
+            assert out.count(path) == 1
             if path.endswith(".safetensors"):
                 user = "table net.ebc.embedding_bags." + ("user" if "00000.safe" in path else "item")
                 assert user in out

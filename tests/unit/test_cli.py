@@ -1,0 +1,81 @@
+"""Wrong usage of ``lightning-cpr`` and wrong arguments: one line that names the remedy, status 2, no traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_cpr import CPRCallback, cli
+from lightning_cpr.errors import ConfigError
+
+CONFIG = """
+seed_everything: false
+trainer:
+  logger: false
+  callbacks:
+    - class_path: lightning_cpr.CPRCallback
+      init_args: {root: somewhere, %s}
+model: {class_path: pytorch_lightning.demos.boring_classes.BoringModel}
+"""
+
+
+def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fitt"]) == 2
+    assert capsys.readouterr().err == "lightning-cpr: no command 'fitt'; lightning-cpr --help lists them\n"
+
+
+def test_a_missing_script_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--nproc-per-node", "2", "none.py", "--lr", "1"]) == 2
+    assert capsys.readouterr().err == "lightning-cpr run: no script 'none.py'; a module is named with -m\n"
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("save_every_n_steps: 0", "save_every_n_steps=0: must be a whole number, 1 or more"),
+        ("target_pls: 2", "target_pls=2.0: must lie in (0, 1]"),
+    ],
+)
+def test_what_the_callback_refuses_is_one_line_from_a_config(
+    argument: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG % argument)
+    assert cli.main(["fit", "--config", str(config)]) == 2
+    assert capsys.readouterr().err == f"lightning-cpr fit: {message}\n"
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
+def test_a_missing_config_is_no_list_of_all_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["fit", "--config", "none.yaml"])
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("usage: lightning-cpr fit [--config FILE] [options]\n")
+    assert len(err.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"root": ""}, "root=''"),
+        ({"root": None}, "root=None"),
+        ({"save_every_n_steps": 1.5}, "save_every_n_steps=1.5"),
+        ({"save_every_n_steps": "10"}, "save_every_n_steps='10'"),
+        ({"save_every_n_steps": True}, "save_every_n_steps=True"),
+        ({"save_interval": 0}, "save_interval=0"),
+        ({"target_pls": "a"}, "target_pls='a'"),
+    ],
+)
+def test_arguments_are_refused_by_their_own_names(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        CPRCallback(**{"root": "somewhere", **arguments})
+    assert str(refused.value).startswith(message)
+
+
+def test_a_path_is_a_root() -> None:
+    assert CPRCallback(Path("a/b")).root == "a/b"
+    assert CPRCallback("/").root == "/"
