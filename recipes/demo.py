@@ -27,6 +27,8 @@ from lightning_cpr.store.storage import Storage
 
 CONFIG = Path(__file__).with_name("movielens.yaml")
 RANK, STEP, SAVE_EVERY = 1, 330, 50
+# What `job` imports below: a warm spare has it imported already.
+PRELOAD = "pytorch_lightning.cli,lightning_cpr.callback,recipes.dlrm,recipes.movielens"
 LABELS = {"none": "undisturbed", "wipe": "a shard wiped", "kill": "a process killed"}
 
 
@@ -61,7 +63,8 @@ def run(console: Console, root: str, fault: str) -> dict[str, Any]:
         out = Path(folder) / "result.json"
         start = ["-m", "recipes.demo"]
         if fault == "kill":
-            start = ["-m", "lightning_cpr.cli", "run", "--nproc-per-node=2", "--max-restarts=0", *start]
+            options = ["--nproc-per-node=2", "--max-restarts=0", f"--preload={PRELOAD}"]
+            start = ["-m", "lightning_cpr.cli", "run", *options, *start]
         command = [sys.executable, "-W", "ignore", *start, "--job", root, "--out", str(out), "--fault", fault]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         with console.status(f"training on 2 processes: {LABELS[fault]} ..."):
