@@ -36,6 +36,17 @@ from lightning_cpr.tables.tracker import RowTracker
 
 log = logging.getLogger(__name__)
 
+CODECS = {None: "raw", 8: "int8", 4: "aint4", 3: "aint3", 2: "aint2"}
+"""The codec of weights, by bits."""
+BITS = tuple(CODECS)
+
+
+def state_codecs(bits: int | None) -> dict[str, str]:
+    """The codec of optimizer states, by name, where they are not raw: sums of squares beside weights of 4 bits or
+    fewer, which have larger errors than the 2**-8 by which a sum may come back too high.
+    """
+    return {"sum": "up16"} if bits is not None and bits <= 4 else {}
+
 
 @dataclass(frozen=True)
 class RunId:
@@ -94,12 +105,11 @@ def rank_part(
     blocks: Iterable[RowBlock],
     step: int,
     complete: Mapping[ShardSpec, int] | None = None,
-    codec: str = "raw",
+    bits: int | None = None,
 ) -> RankPart:
     """This rank's rows and blobs. ``checkpoint`` is Lightning's, of this rank; it is copied before this returns.
 
-    complete: by shard the step that it is complete to, ``step`` where nothing is said. codec: of the weights; optimizer
-    states are raw.
+    complete: by shard the step that it is complete to, ``step`` where nothing is said. bits: per weight, None: raw.
 
     Raises:
         UnsupportedError: the checkpoint holds an object that has no plain form.
@@ -119,7 +129,8 @@ def rank_part(
         blocks=blocks,
         shards=tuple(ShardRecord(shard.spec, (complete or {}).get(shard.spec, step)) for shard in job.owned),
         blobs=blobs,
-        codecs=dict.fromkeys(job.specs, codec),
+        codecs=dict.fromkeys(job.specs, CODECS[bits]),
+        state_codecs=state_codecs(bits),
     )
 
 
@@ -146,10 +157,6 @@ class SavePlan:
     def from_json(text: str | bytes) -> SavePlan:
         data = json.loads(text)
         return SavePlan(**{**data, "content": Content(**data["content"])})
-
-
-_CODECS = {None: "raw", 8: "int8", 4: "aint4", 3: "aint3", 2: "aint2"}
-BITS = tuple(_CODECS)
 
 
 @dataclass(frozen=True)
@@ -212,7 +219,7 @@ class BackgroundSaves:
         self.tracker.settle(plan.committed)
         selection = self.tracker.take(spec.version, plan.content.rows, at.step)
         blocks = self.stager.stage(self.job.owned, selection.rows)
-        part = rank_part(self.job, checkpoint, blocks, at.step, selection.complete, _CODECS[plan.bits])
+        part = rank_part(self.job, checkpoint, blocks, at.step, selection.complete, plan.bits)
         state = {"chain": self.chain.to_json(), "planner": planner}
         stall = time.monotonic() - started
 

@@ -25,8 +25,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.zipf import TOUCHED, ZIPF, Trained
 from lightning_cpr import __version__
-from lightning_cpr.spec import RowBlock, Shard, ShardSpec, StateSpec, TableSpec
+from lightning_cpr.spec import Shard
 from lightning_cpr.store import (
     LocalKeyValue,
     Manifest,
@@ -44,52 +45,10 @@ from lightning_cpr.store.fetch import Fetcher
 from lightning_cpr.store.resolve import Need
 
 INCREMENTS = 150
-TOUCHED = 0.26
 TAIL = 9
 TURNS = 5
 QUICK = ("compacted", "tail", "base")
-ZIPF = 1.05
 COLS = 64
-FQN = "model.embedding_bags.items"
-
-
-class Trained:
-    """A table that is trained: each interval changes about 26 % of its rows, drawn by Zipf's law."""
-
-    def __init__(self, rows: int) -> None:
-        self.g = torch.Generator().manual_seed(0)
-        self.spec = TableSpec(
-            FQN, rows, COLS, torch.float32, "rowwise_adagrad", (StateSpec("sum", "row", torch.float32),)
-        )
-        self.weight = torch.randn(rows, COLS, generator=self.g)
-        self.sum = torch.rand(rows, generator=self.g)
-        chances = torch.arange(1, rows + 1, dtype=torch.float64).pow(-ZIPF)
-        self.cdf = torch.cumsum(chances / chances.sum(), 0)
-        self.order = torch.randperm(rows, generator=self.g)
-
-    def touch(self) -> torch.Tensor:
-        """Train an interval; the rows that it changed."""
-        count = len(self.weight)
-        seen = torch.zeros(count, dtype=torch.bool)
-        while int(seen.sum()) < TOUCHED * count:
-            draws = torch.rand(count // 4, dtype=torch.float64, generator=self.g)
-            seen[self.order[torch.searchsorted(self.cdf, draws).clamp_(max=count - 1)]] = True
-        rows = torch.nonzero(seen)[:, 0]
-        self.weight[rows] += 0.01 * torch.randn(len(rows), COLS, generator=self.g)
-        self.sum[rows] += 1.0
-        return rows
-
-    def block(self, rows: torch.Tensor) -> RowBlock:
-        return RowBlock(FQN, rows, 0, self.weight[rows], {"sum": self.sum[rows]})
-
-    def target(self) -> Shard:
-        count = len(self.weight)
-        shard = ShardSpec(FQN, 0, count, 0, COLS, owner=0)
-        return Shard(shard, torch.zeros(count, COLS), {"sum": torch.zeros(count)})
-
-    def check(self, target: Shard) -> None:
-        assert torch.equal(target.weight, self.weight)
-        assert torch.equal(target.states["sum"], self.sum)
 
 
 def write(
@@ -121,7 +80,7 @@ def smart(storage: Storage, manifest: Manifest, target: Shard) -> None:
 
 def measure(folder: str, rows: int, rounds: int) -> dict[str, object]:
     chain_root, base_root = Storage(f"{folder}/chain"), Storage(f"{folder}/base")
-    table = Trained(rows)
+    table = Trained(rows, COLS)
     every = torch.arange(rows)
     last = write(chain_root, table, 0, every, None)
     tail = None

@@ -10,6 +10,8 @@ from lightning_cpr.policy import check
 
 BaselinePolicy = Literal["full", "one_shot", "consecutive", "intermittent"]
 POLICIES: tuple[str, ...] = get_args(BaselinePolicy)
+MOST_READ = 1.3
+"""A restore should read no more than this many times a base."""
 
 
 def next_kind(policy: str, increments: Sequence[float] | None) -> Literal["base", "delta"]:
@@ -37,6 +39,14 @@ def delta_since(policy: str) -> Literal["base", "last"]:
     """Whose dirty rows a delta holds: all since the base, or those since the previous save (consecutive)."""
     check.one_of("policy", policy, POLICIES)
     return "last" if policy == "consecutive" else "base"
+
+
+def compaction_due(policy: str, read: float) -> bool:
+    """Whether a chain should be compacted. read: rows that its files hold for each row there is, 1 for a base.
+
+    Only consecutive chains grow without end; the others' restores read a base and one delta.
+    """
+    return delta_since(policy) == "last" and read > MOST_READ
 
 
 def read_size(policy: str, increments: Sequence[float]) -> float:

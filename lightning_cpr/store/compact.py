@@ -36,7 +36,7 @@ from lightning_cpr.store.versions import check_files
 
 log = logging.getLogger(__name__)
 
-MIN_LIVE = 0.8
+MIN_LIVE = 0.9
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,12 @@ class Compaction:
 def chain_length(manifest: Manifest) -> int:
     """How many saves a restore of the version reads from: 1 for a base."""
     return len({entry.path.rpartition("/")[0] for entry in manifest.files})
+
+
+def read_factor(manifest: Manifest) -> float:
+    """Values in the files of a version for each value of its tables: 1 for a base, more the longer its chain."""
+    held = sum(entry.rows * entry.cols for entry in manifest.files)
+    return held / max(1, sum(spec.rows * spec.cols for spec in manifest.tables))
 
 
 def compact(

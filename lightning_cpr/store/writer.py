@@ -17,10 +17,12 @@ from lightning_cpr.errors import ConfigError
 from lightning_cpr.spec import RowBlock, TableSpec
 from lightning_cpr.store.agree import abort, check_alive, publish_part
 from lightning_cpr.store.chunk import chunk_rows, encode_chunk
-from lightning_cpr.store.codec import get_codec
+from lightning_cpr.store.codec import Codec, get_codec, tune
 from lightning_cpr.store.manifest import BlobEntry, FileEntry, PartManifest, digest, dump_part
 from lightning_cpr.store.pool import DaemonPool
 from lightning_cpr.store.save import PartReport, RankPart, SaveIO, SaveSpec
+
+SAMPLE_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,10 @@ def _write_chunks(io: SaveIO, spec: SaveSpec, part: RankPart, written: list[str]
     with DaemonPool(io.writers, "cpr-put") as pool:
         for block in part.blocks:
             table = _table_of(tables, block)
-            wanted = part.codecs.get(table.fqn, "raw")
-            for piece in _encode(block, table, wanted, part.state_codecs, io.chunk_bytes):
+            codec = _tuned(part.codecs.get(table.fqn, "raw"), block.weight)
+            for piece in _encode(block, table, codec, part.state_codecs, io.chunk_bytes):
                 check_alive(io, spec)
-                raw_rows += len(piece.rows) if piece.codec != wanted else 0
+                raw_rows += len(piece.rows) if piece.codec != codec.name else 0
                 written.append(spec.chunk_path(part.rank, len(written)))
                 pending.append(pool.submit(partial(write, piece, written[-1])))
                 # Not held here: at most writers + 1 encoded chunks are in memory.
@@ -107,39 +109,45 @@ def _write_chunks(io: SaveIO, spec: SaveSpec, part: RankPart, written: list[str]
     return tuple(entries), raw_rows
 
 
+def _tuned(name: str, rows: Tensor) -> Codec:
+    """A codec whose range search suits these rows, tried on a sample of them."""
+    return tune(get_codec(name), rows[:: max(1, len(rows) // SAMPLE_ROWS)][:SAMPLE_ROWS])
+
+
 def _encode(
-    block: RowBlock, table: TableSpec, codec: str, state_codecs: Mapping[str, str], chunk_bytes: int
+    block: RowBlock, table: TableSpec, codec: Codec, state_codecs: Mapping[str, str], chunk_bytes: int
 ) -> Iterator[_Piece]:
     """Cut a block into chunks and encode each. Rows that a codec cannot hold go raw into a chunk of their own."""
+    raw_codec = get_codec("raw")
     names = {state.name: state_codecs.get(state.name, "raw") for state in table.states}
     raw = dict.fromkeys(names, "raw")
-    columns = {f"state.{name}.": (names[name], _two_d(block.states[name])) for name in names}
+    columns = {f"state.{name}.": (get_codec(names[name]), _two_d(block.states[name])) for name in names}
     columns = {"weight.": (codec, block.weight), **columns}
     count = len(block.rows)
     if not count:
         return
     step = chunk_rows(sum(values.nbytes for _, values in columns.values()) // count, chunk_bytes)
     for start in range(0, count, step):
-        cut = {prefix: (name, values[start : start + step]) for prefix, (name, values) in columns.items()}
+        cut = {prefix: (chosen, values[start : start + step]) for prefix, (chosen, values) in columns.items()}
         rows = block.rows[start : start + step]
         fits = torch.ones(len(rows), dtype=torch.bool)
-        for name, values in cut.values():
-            fits &= get_codec(name).fits(values)
+        for chosen, values in cut.values():
+            fits &= chosen.fits(values)
         if fits.all():
-            yield _Piece(block, rows, codec, names, _encode_parts(cut))
+            yield _Piece(block, rows, codec.name, names, _encode_parts(cut))
             continue
         for keep, as_raw in ((fits, False), (~fits, True)):
             if keep.any():
-                picked = {key: ("raw" if as_raw else name, values[keep]) for key, (name, values) in cut.items()}
-                used = ("raw", raw) if as_raw else (codec, names)
+                picked = {key: (raw_codec if as_raw else chosen, values[keep]) for key, (chosen, values) in cut.items()}
+                used = ("raw", raw) if as_raw else (codec.name, names)
                 yield _Piece(block, rows[keep], *used, _encode_parts(picked))
 
 
-def _encode_parts(columns: Mapping[str, tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _encode_parts(columns: Mapping[str, tuple[Codec, Tensor]]) -> dict[str, Tensor]:
     return {
         f"{prefix}{part}": tensor
         for prefix, (codec, values) in columns.items()
-        for part, tensor in get_codec(codec).encode(values).items()
+        for part, tensor in codec.encode(values).items()
     }
 
 
