@@ -44,6 +44,9 @@ from lightning_cpr.tables.tracker import RowTracker
 
 log = logging.getLogger(__name__)
 
+COUNTS = ("commits", "skipped", "failed", "recoveries", "hooks_lost", "compactions", "compactions_failed")
+"""What a callback counts over a whole run."""
+
 
 class CPRCallback(Callback):
     """Add it to a Trainer with ``strategy="torchrec"``; nothing else changes.
@@ -63,10 +66,11 @@ class CPRCallback(Callback):
             ``"full"``: everybody goes back to the newest exact version; ``"auto"``: the planner's choice.
         incremental: which saves are bases and which hold only the rows that changed (Check-N-Run). ``"intermittent"``:
             since the base, and a new base when that is cheaper; ``"one_shot"``: always since the first base;
-            ``"consecutive"``: since the last version; ``"full"``: every save is a base.
+            ``"consecutive"``: since the last version, and long chains are compacted behind the training; ``"full"``:
+            every save is a base.
         bits: per saved weight. None: saved bit for bit. 8, 4, 3, 2: quantized, so that what a restore brings back has
-            an error (`store.codec`; optimizer states have none); ``"auto"``: chosen from the restores to be expected,
-            and 8 once there were more.
+            an error (`store.codec`); at 4 bits and fewer Adagrad's sums come back up to 0.4 % too high, all other
+            optimizer states have none; ``"auto"``: chosen from the restores to be expected, and 8 once there were more.
         priority: which rows go first, in saves every ``ratio`` of an interval. ``"mfu"``: those looked up most since
             they were saved; ``"ssu"``: those seen in every second batch; ``"scar"``: those that moved farthest (keeps
             a copy of the tables); ``"vanilla"``: no such saves. ``"auto"``: mfu or ssu, as memory allows, where the
@@ -122,7 +126,7 @@ class CPRCallback(Callback):
             bits, priority, ratio, priority_tables, exact_close, keep_last, resume, storage_options, timeout_s,
             max_failed_saves,
         )  # fmt: skip
-        self.counts = {"commits": 0, "skipped": 0, "failed": 0, "recoveries": 0, "hooks_lost": 0}
+        self.counts = dict.fromkeys(COUNTS, 0)
         self.ledger = Ledger(0)
         self._counter = SampleCounter()
         self._injector: FaultInjector | None = None
@@ -258,7 +262,7 @@ class CPRCallback(Callback):
     def _make_workers(self, tracker: RowTracker, chain: Chain, controller: Controller, started: float) -> None:
         job, kv, timeout_s = self.job, self.job.kv, self.settings.timeout_s
         io = SaveIO(self.storage, kv, epoch=lambda: int(kv.get("epoch")), points=self._point, timeout_s=timeout_s)
-        saves = BackgroundSaves(job, self._run, io, tracker, chain, self.settings.keep)
+        saves = BackgroundSaves(job, self._run, io, tracker, chain, self.settings.incremental, self.settings.keep)
         self._controller, self._started = controller, started
         self._cycle = SaveCycle(self.settings, job, saves, controller, self._emit, self.counts, started)
         self._restorer = Restorer(job, self.storage, self._run.run_id, saves, timeout_s, self._emit, self._cycle.take)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_cpr.policy.baseline import delta_since, next_kind
 from lightning_cpr.policy.due import Due
-from lightning_cpr.store.manifest import Consistency, Kind, Manifest
+from lightning_cpr.store.manifest import Consistency, Kind, Manifest, is_compaction, same_rows
 from lightning_cpr.store.save import Inherit
 from lightning_cpr.store.since import base_of, folder_of
 from lightning_cpr.tables.tracker import Rows
@@ -21,8 +21,8 @@ from lightning_cpr.tables.tracker import Rows
 class Chain:
     """The newest committed version and what led to it. Empty: the next save is a base.
 
-    increments: sizes of the exact deltas since the base, as shares of it. exact_step, exact_samples: of the newest
-    exact version.
+    version: the save that wrote its rows, of which ``path`` may be a compaction. increments: sizes of the exact deltas
+    since the base, as shares of it. exact_step, exact_samples: of the newest exact version.
     """
 
     version: str = ""
@@ -40,11 +40,11 @@ class Chain:
         increments: tuple[float, ...] = ()
         if manifest.kind == "delta" and base_bytes:
             increments = tuple(_state(manifest).get("increments", ()))
-            if manifest.consistency == "exact":
+            if manifest.consistency == "exact" and not is_compaction(manifest.version):
                 own = sum(entry.bytes for entry in manifest.files if folder_of(entry) == manifest.version)
                 increments = (*increments, own / base_bytes)
         step, samples = exact_point(manifest)
-        return Chain(manifest.version, manifest.path, base_bytes, increments, step, samples)
+        return Chain(same_rows(manifest.version), manifest.path, base_bytes, increments, step, samples)
 
     def to_json(self) -> dict[str, Any]:
         """What a version that is built upon this one carries in its manifest, for `of`."""

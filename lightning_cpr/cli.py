@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("lightning_cpr.tools.export", "export_command"),
     "import": ("lightning_cpr.tools.import_dcp", "import_command"),
     "diff": ("lightning_cpr.tools.diff", "diff_command"),
+    "report": ("lightning_cpr.report.render", "report_command"),
     "gc": ("lightning_cpr.tools.gc", "gc_command"),
 }
 

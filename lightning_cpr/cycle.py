@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from lightning_cpr._lightning import pl
 from lightning_cpr.chain import next_content
+from lightning_cpr.compaction import Finished
 from lightning_cpr.controller import Controller
 from lightning_cpr.errors import CommitError, CPRError
 from lightning_cpr.job import Job
@@ -96,6 +97,7 @@ class SaveCycle:
             CommitError: too many saves have failed in a row; holds the first cause.
         """
         self.take(self.saves.poll())
+        self.take_compaction(self.saves.compaction.poll())
         plan = self.saves.announced(at.step, epoch)
         if plan is None:
             return
@@ -161,6 +163,23 @@ class SaveCycle:
             log.error("a save failed, training goes on: %s", outcome)
             self._emit("save_failed", error=str(outcome).partition("\n")[0], failed=self._counts["failed"])
 
+    def take_compaction(self, outcome: Finished | CPRError | None) -> None:
+        """Count and report what became of a compaction."""
+        if isinstance(outcome, Finished):
+            done = outcome.compaction
+            self._counts["compactions"] += 1
+            self._emit(
+                "compacted", step=done.manifest.step, version=done.manifest.version, bytes=done.bytes_written,
+                bytes_read=done.bytes_read, rows=done.rows_copied, before=round(outcome.before, 4),
+                after=round(outcome.after, 4), seconds=round(outcome.seconds, 6),
+            )  # fmt: skip
+        elif outcome is not None:
+            self._counts["compactions_failed"] += 1
+            log.error("a compaction failed, the chain stays long: %s", outcome)
+            self._emit(
+                "compaction_failed", error=str(outcome).partition("\n")[0], failed=self._counts["compactions_failed"]
+            )
+
     def wait(self) -> None:
         """Until the save in flight stands or has failed."""
         if self.saves.busy:
@@ -176,7 +195,7 @@ class SaveCycle:
         # By rank 0's word: of a failed commit the others may know or not.
         if not self._job.broadcast(at.step != self.saved_step):
             return
-        nonce = f"{self._job.incarnation}-{secrets.token_hex(4)}"
+        nonce = f"{self._job.incarnation}-end{secrets.token_hex(4)}"
         self.start(trainer, self._job.from_rank_0(lambda: self._plan(at.step, nonce, "close")), at, ledger)
         # The save gives up by itself after as long; a moment more, so that its own error is seen.
         outcome = self.saves.poll(self._settings.timeout_s + 1)

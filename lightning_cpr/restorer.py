@@ -20,7 +20,7 @@ from lightning_cpr.policy.ledger import rewind as rewind_ledger
 from lightning_cpr.recovery.plan import Mode, RecoveryPlan, Source, plan_recovery
 from lightning_cpr.saver import BackgroundSaves, Committed, Progress
 from lightning_cpr.state import rewind
-from lightning_cpr.store.manifest import FOLDER, Consistency, Manifest
+from lightning_cpr.store.manifest import FOLDER, Consistency, Manifest, same_rows
 from lightning_cpr.store.reader import read_into
 from lightning_cpr.store.since import rows_since_base
 from lightning_cpr.store.storage import Storage
@@ -137,7 +137,7 @@ class Restorer:
             log.error("version %s is refused: %s", manifest.version, problem)
             self._emit("version_refused", version=manifest.version, error=problem)
             refused.append(manifest.path)
-        if plan.mode == "partial" and manifest.version != before.version:
+        if plan.mode == "partial" and same_rows(manifest.version) != before.version:
             # Survivors' rows are tracked against a version that this one is not: build on nothing.
             self._saves.chain, exact = Chain(), False
         rewound: Progress | None = None

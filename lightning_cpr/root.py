@@ -10,7 +10,7 @@ from lightning_cpr.checkpoint_io import VERSION_KEY, Version, load_sound
 from lightning_cpr.job import Job
 from lightning_cpr.saver import RunId
 from lightning_cpr.settings import Resume
-from lightning_cpr.store.manifest import FOLDER
+from lightning_cpr.store.manifest import FOLDER, same_rows
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import load_manifest, newest
 
@@ -74,4 +74,4 @@ def is_version_of(storage: Storage, version: Version | None) -> bool:
 def has_newer(storage: Storage, run_id: str, version: Version) -> bool:
     """Whether the run has newer exact versions than this: then the user went back to it by name."""
     found = newest(storage, run_id=run_id).manifest
-    return found is None or found.version != version.manifest.version
+    return found is None or same_rows(found.version) != same_rows(version.manifest.version)

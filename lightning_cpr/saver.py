@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_cpr import state
 from lightning_cpr.chain import Chain, Content
+from lightning_cpr.compaction import BackgroundCompaction
 from lightning_cpr.errors import CommitError, CPRError
 from lightning_cpr.job import Job
 from lightning_cpr.spec import RowBlock, ShardSpec
@@ -172,19 +173,28 @@ class BackgroundSaves:
 
     Extra memory: the stager's buffers, the tracker's, and ``SaveIO.writers + 1`` chunks while a save is written.
 
-    ``chain``: what the next save builds on; rank 0's counts.
+    ``chain``: what the next save builds on; rank 0's counts. policy: of Check-N-Run; long chains are compacted.
     """
 
     def __init__(
-        self, job: Job, run: RunId, io: SaveIO, tracker: RowTracker, chain: Chain, keep: retention.Rules | None = None
+        self,
+        job: Job,
+        run: RunId,
+        io: SaveIO,
+        tracker: RowTracker,
+        chain: Chain,
+        policy: str,
+        keep: retention.Rules | None = None,
     ) -> None:
         self.job, self.run, self.io, self.tracker, self.chain, self.keep = job, run, io, tracker, chain, keep
+        self.compaction = BackgroundCompaction(io, policy)
         self.stager = Stager()
         self.failed_in_a_row = 0
         self.first_failure: CPRError | None = None
         self._writer: BackgroundWriter[Committed] = BackgroundWriter(io.cancel)
         self._busy = False
         self._announced: list[str] = []
+        self._specs: list[SaveSpec] = []
 
     @property
     def busy(self) -> bool:
@@ -216,20 +226,30 @@ class BackgroundSaves:
         if self._busy:
             raise CommitError(f"rank {self.job.rank}: the save before the one of step {at.step} has not ended")
         spec = save_spec(self.job, self.run, self.io.epoch(), at, plan.nonce, plan.content)
+        self._forget_before(spec)
         self.tracker.settle(plan.committed)
         selection = self.tracker.take(spec.version, plan.content.rows, at.step)
         blocks = self.stager.stage(self.job.owned, selection.rows)
         part = rank_part(self.job, checkpoint, blocks, at.step, selection.complete, plan.bits)
         state = {"chain": self.chain.to_json(), "planner": planner}
+        compacted = self.compaction.ready
         stall = time.monotonic() - started
 
         def work() -> Committed:
-            report = save(self.io, spec, part, state, ledger)
+            report = save(self.io, spec, part, state, ledger, compacted)
             return Committed(report, self._clean(report.path) if self.job.rank == 0 else None)
 
         self._writer.submit(work)
         self._busy = True
         return stall
+
+    def _forget_before(self, spec: SaveSpec) -> None:
+        """Rank 0: the keys of the save before the last go. For the last one to begin, every rank had ended it."""
+        if self.job.rank == 0:
+            for old in self._specs[:-1]:
+                for name in ("done", "failed"):
+                    self.job.kv.delete_key(old.key(name))
+            self._specs = [*self._specs[-1:], spec]
 
     def _clean(self, path: str) -> Manifest:
         """The manifest of a commit. Its run's torn saves from before it go, and versions that no rule keeps."""
@@ -255,6 +275,7 @@ class BackgroundSaves:
             outcome = future.result()
             if outcome.manifest is not None:
                 self.chain = Chain.of(outcome.manifest)
+                self.compaction.consider(outcome.manifest)
             return outcome
         assert isinstance(error, CPRError)
         self.failed_in_a_row += 1
@@ -267,8 +288,11 @@ class BackgroundSaves:
         self.close(timeout)
 
     def close(self, timeout: float) -> None:
-        """End the save in flight: wait for it, then cancel it. For exceptions and teardown; no collectives."""
+        """End the save in flight: wait for it, then cancel it. A compaction is given up. For exceptions and teardown;
+        no collectives.
+        """
         try:
             self._writer.close(timeout)
         except CommitError as error:
             log.error("%s", error)
+        self.compaction.close()

@@ -26,8 +26,17 @@ from benchmarks.zipf import FQN, TOUCHED, ZIPF, Trained
 from lightning_cpr.chain import Chain, next_content
 from lightning_cpr.policy.baseline import MOST_READ
 from lightning_cpr.saver import CODECS, state_codecs
-from lightning_cpr.store import LocalKeyValue, Manifest, RankPart, SaveIO, SaveSpec, Storage, load_manifest
-from lightning_cpr.store import new_version_id, save
+from lightning_cpr.store import (
+    LocalKeyValue,
+    Manifest,
+    RankPart,
+    SaveIO,
+    SaveSpec,
+    Storage,
+    load_manifest,
+    new_version_id,
+    save,
+)
 from lightning_cpr.store.compact import compact, read_factor
 from lightning_cpr.store.storage import Buffer
 
@@ -80,9 +89,7 @@ class Run:
             new_version_id("bench", 0, step, "n"), step, content.kind, "exact", 1, (table.spec,),
             parent=content.parent, inherit=content.inherit,
         )  # fmt: skip
-        part = RankPart(
-            0, [table.block(rows)], codecs={FQN: CODECS[self.bits]}, state_codecs=state_codecs(self.bits)
-        )
+        part = RankPart(0, [table.block(rows)], codecs={FQN: CODECS[self.bits]}, state_codecs=state_codecs(self.bits))
         state = {"chain": self.chain.to_json()}
         report = save(SaveIO(self.storage, LocalKeyValue(), partial(int, 0)), spec, part, state)
         manifest = load_manifest(self.storage, report.path)

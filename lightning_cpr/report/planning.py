@@ -13,12 +13,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_cpr.errors import ConfigError, DependencyError
 from lightning_cpr.montecarlo import PARTS
 from lightning_cpr.policy import check
 from lightning_cpr.policy.cost import Costs, Parity, Recovery, overhead_full, overhead_partial
 from lightning_cpr.policy.planner import Plan, PlannerState, plan
 from lightning_cpr.policy.setting import Mtbf, Setting
+from lightning_cpr.report.figure import new_figure, save_figure
 from lightning_cpr.scenario import load_scenario
 from lightning_cpr.simulate import Outcome, simulate
 from lightning_cpr.units import seconds
@@ -85,7 +85,7 @@ def plan_command(
     if json_out is not None:
         _write(json_out, json.dumps(found.to_json(), indent=1))
     if plot is not None:
-        _save(plan_figure(state, found), plot)
+        save_figure(plan_figure(state, found), plot)
     return found
 
 
@@ -104,14 +104,14 @@ def simulate_command(
     if runs is not None:
         scenario = replace(scenario, runs=runs)
     if figure:
-        _figure(1, 1)  # raises before the work is done
+        new_figure(1, 1)  # raises before the work is done
     outcomes = simulate(scenario)
     for case in dict.fromkeys(o.case for o in outcomes):
         title = f"{scenario.title}, {case}" if case else scenario.title
         Console().print(outcome_table([o for o in outcomes if o.case == case], title))
     _write(f"{out}/outcomes.json", json.dumps([o.to_json() for o in outcomes], indent=1))
     if figure:
-        _save(outcome_figure(outcomes, scenario.title), f"{out}/figure.png")
+        save_figure(outcome_figure(outcomes, scenario.title), f"{out}/figure.png")
     return outcomes
 
 
@@ -151,7 +151,7 @@ def plan_figure(state: PlannerState, found: Plan) -> Figure:
     low = min(full.interval, partial.interval) / 8
     high = total if total is not None else 8 * max(full.interval, partial.interval)
     intervals = np.geomspace(low, max(high, 2 * low), 200)
-    figure = _figure(7, 4.5)
+    figure = new_figure(7, 4.5)
     axes = figure.add_subplot()
     curves = {
         "full": [overhead_full(costs, float(x), mtbf, total).total for x in intervals],
@@ -182,7 +182,7 @@ def outcome_figure(outcomes: Sequence[Outcome], title: str) -> Figure:
     """Overhead against the number of owners, a panel a case; for one number of owners the four parts as bars."""
     cases = list(dict.fromkeys(o.case for o in outcomes))
     sweep = len({o.owners for o in outcomes}) > 1
-    figure = _figure(6 * len(cases) if sweep else 7 * len(cases), 4.5)
+    figure = new_figure(6 * len(cases) if sweep else 7 * len(cases), 4.5)
     figure.suptitle(title)
     shared: Axes | None = None
     for index, case in enumerate(cases):
@@ -245,22 +245,6 @@ def _table(title: str, left: Sequence[str]) -> Table:
     for column in left:
         table.add_column(column, no_wrap=True)
     return table
-
-
-def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise DependencyError("figures need matplotlib: pip install 'lightning-cpr[report]'") from error
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _save(figure: Figure, path: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(path, dpi=130)
-    except ValueError as error:
-        raise ConfigError(f"{path}: a figure must be named .png, .svg or .pdf") from error
 
 
 def _write(path: str, text: str) -> None:

@@ -18,7 +18,7 @@ from lightning_cpr.store.chunk import read_index
 from lightning_cpr.store.coverage import check_coverage, check_shards
 from lightning_cpr.store.manifest import BlobEntry, FileEntry, Manifest, PartManifest, digest, dump_manifest, parse_part
 from lightning_cpr.store.rows import runs_of
-from lightning_cpr.store.save import RankPart, SaveIO, SaveReport, SaveSpec
+from lightning_cpr.store.save import Compacted, RankPart, SaveIO, SaveReport, SaveSpec
 from lightning_cpr.store.since import base_of, folder_of
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import load_manifest, remove_files, replaced_version
@@ -27,25 +27,40 @@ from lightning_cpr.store.writer import write_part
 log = logging.getLogger(__name__)
 
 
-def save(io: SaveIO, spec: SaveSpec, part: RankPart, planner: Any = None, ledger: Any = None) -> SaveReport:
+def save(
+    io: SaveIO,
+    spec: SaveSpec,
+    part: RankPart,
+    planner: Any = None,
+    ledger: Any = None,
+    compacted: Compacted | None = None,
+) -> SaveReport:
     """`write_part` and then `commit`: a whole save, as every rank runs it. Raises as they do."""
     started = time.monotonic()
     report = write_part(io, spec, part)
-    path = commit(io, spec, part.rank, planner, ledger)
+    path = commit(io, spec, part.rank, planner, ledger, compacted)
     return SaveReport(path, spec.version, spec.step, report, time.monotonic() - started)
 
 
-def commit(io: SaveIO, spec: SaveSpec, rank: int, planner: Any = None, ledger: Any = None) -> str:
+def commit(
+    io: SaveIO,
+    spec: SaveSpec,
+    rank: int,
+    planner: Any = None,
+    ledger: Any = None,
+    compacted: Compacted | None = None,
+) -> str:
     """Commit a version whose parts all ranks have written, or learn that rank 0 did. Returns the manifest's path.
 
-    Runs on every rank after `write_part`. planner, ledger: JSON values for the manifest, those of rank 0 count.
+    Runs on every rank after `write_part`. planner, ledger: JSON values for the manifest; compacted: where what is
+    inherited now lies. Those of rank 0 count.
 
     Raises:
         CommitError: a rank failed, did not report in time, or the epoch moved on; every rank gets the first cause.
         CoverageError: (a CommitError and ManifestError) rows are missing or there twice.
     """
     if rank == 0:
-        _lead(io, spec, planner, ledger)
+        _lead(io, spec, planner, ledger, compacted)
     else:
         try:
             wait_for(io, spec, ["done"], "the commit of rank 0 is")
@@ -56,14 +71,15 @@ def commit(io: SaveIO, spec: SaveSpec, rank: int, planner: Any = None, ledger: A
     return spec.manifest
 
 
-def _lead(io: SaveIO, spec: SaveSpec, planner: Any, ledger: Any) -> None:
+def _lead(io: SaveIO, spec: SaveSpec, planner: Any, ledger: Any, compacted: Compacted | None) -> None:
     storage = io.storage
     attempted = False
     try:
         ranks = range(spec.world_size)
         wait_for(io, spec, [f"part/{rank}" for rank in ranks], "parts of ranks are")
         parts = [_load_part(io, spec, rank) for rank in ranks]
-        manifest = _assemble(storage, spec, parts, planner, ledger)
+        inherited = _inherited(storage, spec, compacted)
+        manifest = _assemble(storage, spec, parts, inherited, planner, ledger)
         raw = dump_manifest(manifest)
         replaced = replaced_version(storage, spec.path) if spec.path else None
         io.points("pre_commit", spec.step)
@@ -104,7 +120,14 @@ def _load_part(io: SaveIO, spec: SaveSpec, rank: int) -> PartManifest:
     return parse_part(raw, path)
 
 
-def _assemble(storage: Storage, spec: SaveSpec, parts: Sequence[PartManifest], planner: Any, ledger: Any) -> Manifest:
+def _assemble(
+    storage: Storage,
+    spec: SaveSpec,
+    parts: Sequence[PartManifest],
+    inherited: tuple[FileEntry, ...],
+    planner: Any,
+    ledger: Any,
+) -> Manifest:
     """The manifest of all parts, after the parent's files. Raises unless all is there that a restore needs."""
     files = tuple(entry for part in parts for entry in part.files)
     blobs = tuple(blob for part in parts for blob in part.blobs)
@@ -136,7 +159,7 @@ def _assemble(storage: Storage, spec: SaveSpec, parts: Sequence[PartManifest], p
         plan_fingerprint=spec.plan_fingerprint,
         tables=spec.tables,
         shards=shards,
-        files=_inherited(storage, spec) + files,
+        files=inherited + files,
         blobs=blobs,
         planner=planner,
         ledger=ledger,
@@ -145,7 +168,7 @@ def _assemble(storage: Storage, spec: SaveSpec, parts: Sequence[PartManifest], p
     )
 
 
-def _inherited(storage: Storage, spec: SaveSpec) -> tuple[FileEntry, ...]:
+def _inherited(storage: Storage, spec: SaveSpec, compacted: Compacted | None) -> tuple[FileEntry, ...]:
     if spec.parent is None:
         return ()
     parent = load_manifest(storage, spec.parent)
@@ -153,8 +176,10 @@ def _inherited(storage: Storage, spec: SaveSpec) -> tuple[FileEntry, ...]:
         raise ManifestError(
             f"version {spec.version}: {spec.parent} is of run {parent.run_id!r} or of other tables; save a base"
         )
+    if spec.inherit == "all":
+        return parent.files if compacted is None else compacted.apply(parent.files)
     base = base_of(parent)
-    return tuple(entry for entry in parent.files if spec.inherit == "all" or folder_of(entry) == base)
+    return tuple(entry for entry in parent.files if folder_of(entry) == base)
 
 
 def row_runs(storage: Storage, tables: dict[str, TableSpec], entry: FileEntry) -> np.ndarray:

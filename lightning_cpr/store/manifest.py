@@ -183,6 +183,11 @@ def is_compaction(version: str) -> bool:
     return _COMPACTED in version.rpartition(".")[2]
 
 
+def same_rows(version: str) -> str:
+    """The version that a compaction stands for, any other itself: two that give the same hold the same rows."""
+    return version[: version.rfind(_COMPACTED)] if is_compaction(version) else version
+
+
 def split_version(version: str) -> VersionRef:
     """The run, epoch and step in a version id; ManifestError if it is none."""
     match = _VERSION.fullmatch(version)

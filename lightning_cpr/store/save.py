@@ -17,6 +17,7 @@ from lightning_cpr.store.manifest import (
     FOLDER,
     SIBLING,
     Consistency,
+    FileEntry,
     Kind,
     ShardRecord,
     manifest_path,
@@ -111,6 +112,19 @@ class RankPart:
     blobs: Mapping[str, bytes] = field(default_factory=dict)
     codecs: Mapping[str, str] = field(default_factory=dict)
     state_codecs: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """Files that hold the rows of others: a chain that begins with ``old`` may begin with ``new`` instead."""
+
+    old: tuple[FileEntry, ...]
+    new: tuple[FileEntry, ...]
+
+    def apply(self, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
+        """``files``, in apply order, with the new beginning; as they are if they do not begin with the old one."""
+        count = len(self.old)
+        return self.new + files[count:] if files[:count] == self.old else files
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,12 @@ class Snapshots(Callback):
 
 
 def settle(trainer: Any) -> None:
-    """Let the save in flight end: what a recovery finds must not depend on how fast the machine is."""
+    """Let the save and the compaction in flight end: what a recovery finds must not depend on the machine's speed."""
     saves = next(c for c in trainer.callbacks if isinstance(c, CPRCallback))._cycle.saves
-    thread = saves._writer._thread
-    if thread is not None:
-        thread.join(20)
-        assert not thread.is_alive()
+    for thread in (saves._writer._thread, saves.compaction._writer._thread):
+        if thread is not None:
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 def rows_of(model: Any) -> dict[str, Tensor]:
