@@ -16,6 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL: dict[str, list[str]] = {
     "codecs": ["benchmarks/codecs/bench_codecs.py"],
     "restore_chain": ["-m", "benchmarks.restore_chain", "--rounds", "3"],
+    "write_bandwidth": ["-m", "benchmarks.write_bandwidth", "--small"],
+    "restored_accuracy": ["-m", "benchmarks.restored_accuracy", "--small"],
+    "stall": ["-m", "benchmarks.stall", "--small"],
     "parity": ["-m", "benchmarks.parity", "--rows", "50000", "--steps", "64", "--out", "{out}/parity.json"],
     "recovery": ["-m", "benchmarks.recovery.run", "--worlds", "2", "--repeats", "1"],
     "cpr_paper": ["-m", "benchmarks.cpr_paper", "--small", "--out", "{out}/cpr_paper"],

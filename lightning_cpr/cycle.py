@@ -97,7 +97,7 @@ class SaveCycle:
             CommitError: too many saves have failed in a row; holds the first cause.
         """
         self.take(self.saves.poll())
-        self.take_compaction(self.saves.compaction.poll())
+        self.take_compaction(self.saves.poll_compaction())
         plan = self.saves.announced(at.step, epoch)
         if plan is None:
             return

@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning_cpr import state
 from lightning_cpr.chain import Chain, Content
-from lightning_cpr.compaction import BackgroundCompaction
+from lightning_cpr.compaction import BackgroundCompaction, Finished
 from lightning_cpr.errors import CommitError, CPRError
 from lightning_cpr.job import Job
 from lightning_cpr.spec import RowBlock, ShardSpec
@@ -281,6 +281,15 @@ class BackgroundSaves:
         self.failed_in_a_row += 1
         self.first_failure = self.first_failure or error
         return error
+
+    def poll_compaction(self) -> Finished | CPRError | None:
+        """What became of a compaction, once; the next save builds on it."""
+        outcome = self.compaction.poll()
+        if isinstance(outcome, Finished):
+            chain = Chain.of(outcome.compaction.manifest)
+            if chain.version == self.chain.version:
+                self.chain = chain
+        return outcome
 
     def abandon(self, timeout: float) -> None:
         """Give up the save in flight, whose other ranks may be gone."""

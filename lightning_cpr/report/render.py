@@ -26,8 +26,9 @@ Event = Mapping[str, Any]
 
 _COLORS = {"base": "#4c72b0", "delta": "#55a868", "priority": "#dd8452", "compaction": "#8172b3"}
 _BAD = "#c44e52"
-_TROUBLE = ("recovery", "save_failed", "save_skipped", "save_aborted", "version_refused", "hooks_lost")
-_TROUBLE += ("compaction_failed",)
+_TROUBLE = (
+    "recovery", "save_failed", "save_skipped", "save_aborted", "version_refused", "hooks_lost", "compaction_failed",
+)  # fmt: skip
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
     "img{width:100%}table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .9em .25em 0;text-align:left;"

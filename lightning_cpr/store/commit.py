@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_cpr.store.rows import runs_of
 from lightning_cpr.store.save import Compacted, RankPart, SaveIO, SaveReport, SaveSpec
 from lightning_cpr.store.since import base_of, folder_of
 from lightning_cpr.store.storage import Storage
-from lightning_cpr.store.versions import load_manifest, remove_files, replaced_version
+from lightning_cpr.store.versions import check_files, load_manifest, remove_files, replaced_version
 from lightning_cpr.store.writer import write_part
 
 log = logging.getLogger(__name__)
@@ -177,7 +178,14 @@ def _inherited(storage: Storage, spec: SaveSpec, compacted: Compacted | None) ->
             f"version {spec.version}: {spec.parent} is of run {parent.run_id!r} or of other tables; save a base"
         )
     if spec.inherit == "all":
-        return parent.files if compacted is None else compacted.apply(parent.files)
+        moved = parent.files if compacted is None else compacted.apply(parent.files)
+        if moved != parent.files:
+            try:
+                check_files(storage, replace(parent, files=moved))
+            except CorruptShardError as error:
+                log.warning("version %s builds on files that were not compacted: %s", spec.version, error)
+                return parent.files
+        return moved
     base = base_of(parent)
     return tuple(entry for entry in parent.files if folder_of(entry) == base)
 

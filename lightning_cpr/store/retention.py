@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_cpr.errors import ConfigError, CorruptShardError, ManifestError
-from lightning_cpr.store.manifest import CHUNKS, FOLDER, Manifest, VersionRef, parse_manifest_path, split_version
+from lightning_cpr.store.manifest import (
+    CHUNKS,
+    FOLDER,
+    Manifest,
+    VersionRef,
+    parse_manifest_path,
+    same_rows,
+    split_version,
+)
 from lightning_cpr.store.storage import Listed, Storage
 from lightning_cpr.store.versions import list_versions, load_manifest
 
@@ -69,9 +77,19 @@ class Removal:
 def decide(held: Sequence[Held], rules: Rules, now: float, grace_s: float = GRACE_S) -> dict[str, str]:
     """Version id -> why it is kept, for the versions of one run, newest first.
 
-    The newest exact version is always kept, and so are the newest of all and any younger than the grace period.
+    The newest exact version is always kept, and so are the newest of all and any younger than the grace period. A
+    version and its compaction are one: of the two the rules keep the compaction.
     """
     keep: dict[str, str] = {}
+    seen: set[str] = set()
+    compacted = []
+    for one in held:
+        name = same_rows(one.ref.version)
+        if name in seen and not rules.all:
+            compacted.append(one)
+        seen.add(name)
+    keep |= {one.ref.version: "grace period" for one in compacted if now - one.wall_time <= grace_s}
+    held = [one for one in held if one not in compacted]
     newest_exact = next((one.ref.version for one in held if one.exact), None)
     buckets: dict[int, str] = {}
     for one in reversed(held):

@@ -28,6 +28,7 @@ from lightning_cpr.store import (
     new_version_id,
     save,
 )
+from lightning_cpr.store.save import Compacted
 
 ROW = StateSpec("sum", "row", torch.float32)
 ELEMENT = StateSpec("exp_avg", "element", torch.float32)
@@ -123,6 +124,7 @@ def save_one(
     codecs: Mapping[str, str] | None = None,
     points: Callable[[str, int], None] | None = None,
     chunk_bytes: int = 64 << 20,
+    compacted: Compacted | None = None,
     **changes: Any,
 ) -> Manifest:
     """A save by one rank: a base of everything, or a delta of ``rows`` by table on ``parent``."""
@@ -132,7 +134,7 @@ def save_one(
     io = SaveIO(storage, LocalKeyValue(), partial(int, spec.epoch), timeout_s=20, chunk_bytes=chunk_bytes)
     if points:
         io = SaveIO(storage, io.kv, io.epoch, points, timeout_s=20, chunk_bytes=chunk_bytes)
-    report = save(io, spec, RankPart(0, blocks, shards, blobs or {}, codecs or {}))
+    report = save(io, spec, RankPart(0, blocks, shards, blobs or {}, codecs or {}), compacted=compacted)
     return load_manifest(storage, report.path)
 
 

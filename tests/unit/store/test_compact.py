@@ -13,6 +13,7 @@ from lightning_cpr.store import Manifest, Storage, clean_torn, list_versions, lo
 from lightning_cpr.store.codec import get_codec
 from lightning_cpr.store.compact import chain_length, compact
 from lightning_cpr.store.manifest import is_compaction
+from lightning_cpr.store.save import Compacted
 from tests.unit.store.helpers import ELEMENT, ROW, Table, files_of, save_one, save_spec, table
 from tests.unit.store.s3 import serve
 
@@ -85,6 +86,28 @@ def test_deltas_go_on_from_a_compacted_version(storage: Storage) -> None:
     last = save_one(storage, [t], 5, rows={"a": rows}, parent=done.manifest.path)
     assert chain_length(last) == 2
     assert newest(storage).require() == last
+    holds(storage, last, [t])
+
+
+def test_a_chain_that_grew_meanwhile_moves_onto_the_compacted_files(storage: Storage) -> None:
+    t = table("a", 2000, 8)
+    last = chain(storage, [t], 4)
+    done = compact(storage, last)
+    assert done is not None
+    moved = Compacted(last.files, done.manifest.files)
+    g, rows = torch.Generator().manual_seed(1), torch.arange(0, 1900, 7)
+    train(t, rows + 5, g)
+    last = save_one(storage, [t], 5, rows={"a": rows + 5}, parent=last.path)  # in flight while the compaction ran
+    train(t, rows, g)
+    last = save_one(storage, [t], 6, rows={"a": rows}, parent=last.path, compacted=moved)
+    assert last.files[: len(done.manifest.files)] == done.manifest.files
+    assert len(last.files) == len(done.manifest.files) + 2
+    holds(storage, last, [t])
+    # once it is gone, what it stands for is built upon
+    before = save_one(storage, [t], 7, rows={"a": rows}, parent=list_versions(storage)[1].path)
+    storage.delete_folder(f"chunks/{done.manifest.version}")
+    last = save_one(storage, [t], 8, rows={"a": rows}, parent=before.path, compacted=moved)
+    assert last.files[: len(before.files)] == before.files
     holds(storage, last, [t])
 
 

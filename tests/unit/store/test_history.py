@@ -15,6 +15,7 @@ from lightning_cpr.errors import CommitError, CPRError
 from lightning_cpr.store import Manifest, Storage, list_versions, load_manifest, newest, read_into, verify
 from lightning_cpr.store.compact import compact
 from lightning_cpr.store.retention import Rules, plan_removal, remove_planned
+from lightning_cpr.store.save import Compacted
 from tests.unit.store.helpers import ELEMENT, ROW, Table, save_one, table, threads
 from tests.unit.store.test_compact import train
 
@@ -33,6 +34,7 @@ class History(RuleBasedStateMachine):
         self.dirty = {t.spec.fqn: torch.zeros(t.spec.rows, dtype=torch.bool) for t in self.live}
         self.contents: dict[str, Snapshot] = {}
         self.parent: Manifest | None = None
+        self.compacted: Compacted | None = None
         self.step = self.now = 0
         self.g = torch.Generator().manual_seed(0)
 
@@ -52,6 +54,8 @@ class History(RuleBasedStateMachine):
         point=st.sampled_from(["", "", "", "pre_write", "mid_write", "pre_commit"]),
     )
     def save(self, base: bool, chunk: int, point: str) -> None:
+        """A delta goes on from a compaction that its parent has not taken up, if its files are there still."""
+
         def fail(at: str, step: int) -> None:
             if at == point:
                 raise RuntimeError("injected")
@@ -60,7 +64,7 @@ class History(RuleBasedStateMachine):
         delta = {}
         if not base and self.parent is not None:
             rows = {name: torch.nonzero(mask)[:, 0] for name, mask in self.dirty.items()}
-            delta = {"rows": rows, "parent": self.parent.path}
+            delta = {"rows": rows, "parent": self.parent.path, "compacted": self.compacted}
         try:
             made = save_one(self.storage, self.live, self.step, chunk_bytes=chunk, points=fail, **delta)  # type: ignore[arg-type]
         except CommitError:
@@ -97,6 +101,8 @@ class History(RuleBasedStateMachine):
             self.contents[done.manifest.version] = self.contents[self.parent.version]
             if adopt:
                 self.parent = done.manifest
+            else:
+                self.compacted = Compacted(self.parent.files, done.manifest.files)
 
     @precondition(lambda self: self.contents)
     @rule(last=st.integers(1, 3), every=st.sampled_from([None, 2, 3]), kill_at=st.integers(0, 12))

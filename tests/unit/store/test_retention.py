@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_cpr.errors import ConfigError, CorruptShardError
 from lightning_cpr.store import Manifest, Storage, fence, list_versions, load_manifest, newest, read_table, verify
 from lightning_cpr.store.compact import compact
-from lightning_cpr.store.manifest import split_version
+from lightning_cpr.store.manifest import compacted_version, split_version
 from lightning_cpr.store.retention import Held, Removal, Rules, decide, plan_removal, remove_planned, run_of
 from tests.unit.store.helpers import Table, files_of, save_one, table, version
 from tests.unit.store.s3 import serve
@@ -44,6 +44,16 @@ def test_the_newest_exact_is_kept_behind_mixed_ones() -> None:
     every = [held(9, exact=False), held(8, exact=False), held(7), held(6)]
     assert steps(every, Rules(last=1)) == [9, 7]
     assert steps(every, Rules(every=100)) == [9, 7, 6]
+
+
+def test_a_version_and_its_compaction_count_as_one() -> None:
+    every = [held(step) for step in (9, 8, 7, 6)]
+    short = [Held(split_version(compacted_version(one.ref.version, "ab12")), True, one.wall_time) for one in every]
+    both = [one for pair in zip(short, every, strict=True) for one in pair]
+    assert list(decide(both, Rules(last=2), 0.0)) == [one.ref.version for one in short[:2]]
+    assert list(decide(both, Rules(every=4), 0.0)) == [short[0].ref.version, short[1].ref.version, short[3].ref.version]
+    assert set(decide(both, Rules(last=1), 0.0, 2000 * HOUR)) == {one.ref.version for one in both}
+    assert set(decide(both, Rules(), 0.0)) == {one.ref.version for one in both}
 
 
 @pytest.mark.parametrize("rules", [{"last": 0}, {"age_s": -1.0}, {"every": 0}])
