@@ -112,10 +112,12 @@ class SaveCycle:
 
     def start(self, trainer: pl.Trainer, plan: SavePlan, at: Progress, ledger: Ledger) -> None:
         """Stage the save of a plan and let it be written behind training."""
+        started = time.monotonic()
         self._watch_lookups(plan, at.step)
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         planner = self._controller.state.to_json() if self._job.rank == 0 else None
-        stall = self.saves.start(plan, at, checkpoint, planner, ledger.to_json())
+        self.saves.start(plan, at, checkpoint, planner, ledger.to_json())
+        stall = time.monotonic() - started
         content, exact_close = plan.content, self._settings.exact_close
         if content.consistency == "exact" or not exact_close:
             self.saved_step = at.step

@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from lightning_cpr import state
@@ -122,9 +122,9 @@ def rank_part(
         "rng": state.to_plain(state.rng_state()),
         "scalars": state.to_plain(fused_scalars(job.module, job.trainer.optimizers)),
     }
-    blobs = {rank_blob(job.rank): encode_blob(own)}
+    blobs = {rank_blob(job.rank): partial(encode_blob, own)}
     if job.rank == 0:
-        blobs[JOB_BLOB] = encode_blob(plain)
+        blobs[JOB_BLOB] = partial(encode_blob, plain)
     return RankPart(
         rank=job.rank,
         blocks=blocks,
@@ -217,12 +217,11 @@ class BackgroundSaves:
         key = f"plan/{epoch}/{step}"
         return SavePlan.from_json(self.job.kv.get(key)) if self.job.kv.check([key]) else None
 
-    def start(self, plan: SavePlan, at: Progress, checkpoint: dict[str, Any], planner: Any, ledger: Any) -> float:
-        """Stage this rank's rows and start writing. Returns the stall in seconds.
+    def start(self, plan: SavePlan, at: Progress, checkpoint: dict[str, Any], planner: Any, ledger: Any) -> None:
+        """Stage this rank's rows and start writing.
 
         planner, ledger: JSON values for the manifest; rank 0's count.
         """
-        started = time.monotonic()
         if self._busy:
             raise CommitError(f"rank {self.job.rank}: the save before the one of step {at.step} has not ended")
         spec = save_spec(self.job, self.run, self.io.epoch(), at, plan.nonce, plan.content)
@@ -233,7 +232,6 @@ class BackgroundSaves:
         part = rank_part(self.job, checkpoint, blocks, at.step, selection.complete, plan.bits)
         state = {"chain": self.chain.to_json(), "planner": planner}
         compacted = self.compaction.ready
-        stall = time.monotonic() - started
 
         def work() -> Committed:
             report = save(self.io, spec, part, state, ledger, compacted)
@@ -241,7 +239,6 @@ class BackgroundSaves:
 
         self._writer.submit(work)
         self._busy = True
-        return stall
 
     def _forget_before(self, spec: SaveSpec) -> None:
         """Rank 0: the keys of the save before the last go. For the last one to begin, every rank had ended it."""

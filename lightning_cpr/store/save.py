@@ -102,14 +102,15 @@ class RankPart:
 
     blocks: the rows; consumed once and in order, so a generator may gather them while earlier ones are written, and
     must not reuse a block's memory before the save ends. Blocks of one version overlap nowhere, on no rank.
-    shards: this rank's shards of the plan, with the step that each is complete to. blobs: bytes by name, unique over
-    all ranks. codecs: by table. state_codecs: by state name. Both are raw where nothing is said.
+    shards: this rank's shards of the plan, with the step that each is complete to. blobs: bytes by name, or what
+    makes them when they are written; names are unique over all ranks. codecs: by table. state_codecs: by state name.
+    Both are raw where nothing is said.
     """
 
     rank: int
     blocks: Iterable[RowBlock]
     shards: tuple[ShardRecord, ...] = ()
-    blobs: Mapping[str, bytes] = field(default_factory=dict)
+    blobs: Mapping[str, bytes | Callable[[], bytes]] = field(default_factory=dict)
     codecs: Mapping[str, str] = field(default_factory=dict)
     state_codecs: Mapping[str, str] = field(default_factory=dict)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -172,7 +172,10 @@ def _table_of(tables: Mapping[str, TableSpec], block: RowBlock) -> TableSpec:
     return table
 
 
-def _write_blob(io: SaveIO, spec: SaveSpec, rank: int, name: str, data: bytes, written: list[str]) -> BlobEntry:
+def _write_blob(
+    io: SaveIO, spec: SaveSpec, rank: int, name: str, data: bytes | Callable[[], bytes], written: list[str]
+) -> BlobEntry:
     check_alive(io, spec)
+    data = data if isinstance(data, bytes) else data()
     written.append(spec.blob_path(rank, name))
     return BlobEntry(name, written[-1], io.storage.put(written[-1], data), digest(data))
