@@ -145,8 +145,8 @@ def show(found: dict[str, object]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.write_bandwidth", description=__doc__.partition("\n")[0])
-    parser.add_argument("--small", action="store_true", help="20 k rows, 8 and 2 bits, instead of 400 k and all widths")
-    parser.add_argument("--rows", type=int, default=400_000)
+    parser.add_argument("--small", action="store_true", help="20 k rows, 8 and 2 bits, instead of 50 k and all widths")
+    parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--cols", type=int, default=64)
     parser.add_argument("--intervals", type=int, default=24)
     parser.add_argument("--folder", help="where to put the data; a temporary folder by default")
