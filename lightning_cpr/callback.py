@@ -20,6 +20,7 @@ from lightning_cpr.account import Rejoined, cut_fields, gather_cut, skipped_samp
 from lightning_cpr.chain import Chain
 from lightning_cpr.controller import Bits, Controller, RecoveryChoice
 from lightning_cpr.cycle import SaveCycle
+from lightning_cpr.early_read import EarlyRead
 from lightning_cpr.errors import ConfigError, ForeignRunError, RecoveryError, UnsupportedError
 from lightning_cpr.faults import FaultInjector
 from lightning_cpr.job import Job
@@ -131,6 +132,7 @@ class CPRCallback(Callback):
         self._injector: FaultInjector | None = None
         self._updates_before = 0  # row updates when the batch began
         self._rejoined: Rejoined | None = None
+        self._early: EarlyRead | None = None
         self._found = Found()
         self._planner_state: Any = None
 
@@ -277,7 +279,9 @@ class CPRCallback(Callback):
     # Training
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
-        if hasattr(self, "_cycle"):  # a replacement has none before its first step
+        if self.job.alone:
+            self._early = EarlyRead(self.storage, [s for s in self.job.owned if not s.spec.replicated])
+        else:
             self._updates_before = self._cycle.saves.tracker.updates
 
     def on_train_batch_end(
@@ -356,7 +360,7 @@ class CPRCallback(Callback):
         if self.job.rank in decision.behind:  # it counts the batch yet that it leaves out
             self._counter.samples = own_samples
         left_out = skipped_samples(recovery, cut)
-        recovered = self._restorer.recover_lost(trainer, failed, at, self.epoch, self.ledger, left_out)
+        recovered = self._restorer.recover_lost(trainer, failed, at, self.epoch, self.ledger, left_out, self._early)
         more = {"replaced": True, "error": recovery.error, "sources": source_fields(lost, recovered.plan.sources)}
         self._recovered(recovered, failed, at, more | cut_fields(recovery, cut))
         self._updates_before = self._cycle.saves.tracker.updates

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_cpr._lightning import pl
 from lightning_cpr.chain import Chain, exact_point
 from lightning_cpr.checkpoint_io import Version, load_sound
+from lightning_cpr.early_read import EarlyRead
 from lightning_cpr.errors import CorruptShardError, CPRError, ManifestError, RecoveryError
 from lightning_cpr.job import Job
 from lightning_cpr.policy.ledger import Event, Ledger, charge
@@ -72,6 +73,7 @@ class Restorer:
         self._timeout_s = timeout_s
         self._emit = emit
         self._committed = committed
+        self._early: EarlyRead | None = None
 
     def recover(
         self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, choose: Choose, ledger: Ledger
@@ -101,13 +103,16 @@ class Restorer:
         epoch: int,
         ledger: Ledger,
         left_out: Mapping[int, int],
+        early: EarlyRead | None = None,
     ) -> Recovered:
         """`recover` for ranks whose processes were replaced: the old group and its saves are gone already.
 
         What the dead processes counted of their rows' updates is gone too: the mean of the others stands for it.
-        left_out: by survivor that leaves the broken batch out, the samples up to which its shards are whole.
+        left_out: by survivor that leaves the broken batch out, the samples up to which its shards are whole. early: on
+        a replacement, what it has begun to read.
         """
         started = time.monotonic()
+        self._early = early
         if self._job.rank == 0:
             self._job.kv.set("epoch", str(epoch))
             fence(self._storage, self._run_id, epoch)
@@ -238,7 +243,9 @@ class Restorer:
                 bytes_read = sum(f.bytes for f in manifest.files) if self._job.rank == 0 else 0
             elif self._job.rank in failed:
                 own = [s for s in self._job.owned if not s.spec.replicated]
-                report = read_into(self._storage, manifest, own, undefined=True)
+                report = self._early.take(manifest.path) if self._early is not None else None
+                if report is None:
+                    report = read_into(self._storage, manifest, own, undefined=True)
                 bytes_read, rows = report.bytes_read, report.rows
                 chain = self._saves.chain
                 self.holds(manifest)
