@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,9 +175,12 @@ def run_agent(told: dict[str, Any]) -> int:
     log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    with tempfile.TemporaryDirectory() as job_dir:
-        os.environ[guardian.JOB_DIR_ENV] = job_dir
+    job_dir = tempfile.mkdtemp()  # no TemporaryDirectory: each fork would remove it when it ends
+    os.environ[guardian.JOB_DIR_ENV] = job_dir
+    try:
         return agent(told["world"], told["restarts"], told["arguments"])
+    finally:
+        shutil.rmtree(job_dir)
 
 
 def main() -> None:

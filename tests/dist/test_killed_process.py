@@ -142,7 +142,8 @@ def test_deaths_outside_a_training_step_restart_the_job(tmp_path: Path, zygote: 
     assert resumed == sorted(resumed)
     assert resumed[-1] in (10, 20)
     assert not [e for e in events if e["event"] == "recovery"]
-    told = [e["where"] for e in events if e["event"] == "stepped_down"]
-    assert told == ["in the sanity check", "in training", "in validation", "in training"]
+    where = [e["where"] for e in events if e["event"] == "stepped_down"]
+    assert where[:3] == ["in the sanity check", "in training", "in validation"]
+    assert set(where[3:]) == {"in training"}
     assert "this rank steps down" in job.stderr
     assert still_running(tmp_path) == []
