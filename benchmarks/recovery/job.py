@@ -23,14 +23,14 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from benchmarks.recovery import STOCK_STEP, TABLES, WIDTH
 from lightning_cpr.callback import CPRCallback
 from lightning_cpr.store.fetch import Fetcher
 from lightning_cpr.strategy import TorchRecStrategy
 from lightning_cpr.tables.rebind import tables_uninitialised
 from lightning_cpr.tables.shards import local_shards
 
-TABLES, WIDTH, BATCH = 6, 64, 64
-STOCK_STEP = 3
+BATCH = 64
 
 
 class Batches(Dataset):

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recovery.job import STOCK_STEP, TABLES, WIDTH
+from benchmarks.recovery import STOCK_STEP, TABLES, WIDTH
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).with_name("job.py")
@@ -133,7 +133,7 @@ def restarted(seen: list[dict[str, Any]], killed: float, world: int, first: floa
     made = max(e["began"] for e in seen if e["event"] == "start")
     moments = [killed, made, last["start"], last["built"], last["training"], first]
     names = ("relaunch", "imports", "build", "restore", "first_step")
-    return {"phases": {n: b - a for n, a, b in zip(names, moments, moments[1:], strict=True)}}
+    return {"phases": {n: b - a for n, a, b in zip(names, moments[:-1], moments[1:], strict=True)}}
 
 
 def main() -> None:
