@@ -16,6 +16,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
@@ -25,12 +26,13 @@ from lightning_cpr._lightning import TrainerFn, pl
 from lightning_cpr.checkpoint_io import VERSION_KEY
 from lightning_cpr.errors import CPRError, RecoveryError
 from lightning_cpr.recovery.child import heartbeat
-from lightning_cpr.recovery.election import Holding, elect, is_lost_peer
+from lightning_cpr.recovery.election import Decision, Holding, Standing, elect, is_lost_peer
 from lightning_cpr.recovery.guardian import HEARTBEAT_FD_ENV
 from lightning_cpr.recovery.live import Recovery, recover
 from lightning_cpr.recovery.membership import REPLACES_ENV, Epoch, Membership, Timeouts
 from lightning_cpr.spec import Shard, ShardSpec
 from lightning_cpr.state import rng_state, set_rng_state, to_plain
+from lightning_cpr.step_back import DenseCopy, Step, StepGuard, set_groups, step_of
 from lightning_cpr.store.blob import decode_blob, encode_blob
 from lightning_cpr.tables.rebind import check_rebindable, drop_traces, rebind, stand_in_group
 from lightning_cpr.tables.replicas import load_replicated_state, replicated_state
@@ -75,13 +77,22 @@ def under_guardian() -> bool:
 
 
 class LiveRecovery:
-    """One strategy's part in live recovery. ``apart``: this replacement has not joined the others yet."""
+    """One strategy's part in live recovery. ``apart``: this replacement has not joined the others yet.
+
+    ``guard``: what lets survivors go back over a step; set by the callback that restores rows.
+    """
 
     def __init__(self, strategy: TorchRecStrategy) -> None:
         self._strategy = strategy
         self._trainer: Any = None
         self._hooks: list[RecoveryHook] = []
         self._met: Epoch | None = None
+        self._guard: StepGuard | None = None
+        self._before: Step | None = None  # the step that the loop left last
+        self._now: Step | None = None
+        self._finished = 0  # dense steps, by this rank's state
+        self._stood: int | None = None  # the step that a recovery under way went back to
+        self._groups: list[list[dict[str, Any]]] | None = None  # of the donor's step, on a replacement
         self.enabled = False
         self.apart = REPLACES_ENV in os.environ
 
@@ -96,6 +107,18 @@ class LiveRecovery:
         """The epoch that this rank stands in: 0 from the start, one more for each replaced process."""
         assert _membership is not None
         return _membership.epoch
+
+    @property
+    def guard(self) -> StepGuard | None:
+        return self._guard
+
+    @guard.setter
+    def guard(self, guard: StepGuard | None) -> None:
+        self._guard = guard
+        if guard is None:
+            self._before = self._now = None
+        if _membership is not None:
+            _membership.on_release = None if guard is None else guard.abort
 
     def setup_group(self, backend: str, timeout: float) -> None:
         """Make the process group: the job's, or a replacement's stand-in. In place of ``init_process_group``."""
@@ -151,7 +174,8 @@ class LiveRecovery:
         del self._trainer._checkpoint_connector.resume_start  # Lightning's own again: this is for the first fit only
         after = int(os.environ[REPLACES_ENV]) - 1
         self._met = _membership.meet(self._holding(None), after)
-        position = json.loads(_membership.position_of(self._met, elect(self._met.holdings).donor))
+        decision = elect(self._met.holdings)
+        position = json.loads(_membership.position_of(self._met, decision.donor))
         if position["fit"] != _fits:
             raise RecoveryError(f"the job is in its fit number {position['fit']}, this replacement in number {_fits}")
         self._trainer.fit_loop.load_state_dict(position["fit_loop"])
@@ -172,12 +196,21 @@ class LiveRecovery:
         steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
         steps.ready = steps.completed
         epoch_loop._batches_that_stepped -= 1  # Lightning adds one on a restart: its saves come after the step
-        _skip_batches(fit_loop, current.completed)
+        assert self._met is not None
+        decision = elect(self._met.holdings)
+        again = _back(decision, self._loop_of(self._met.holdings, decision.donor))
+        fetched = _skip_batches(fit_loop, current.completed, again)
+        self._before = None if fetched is None else step_of(self._trainer, *fetched)
 
-    def _enter(self) -> None:
+    def _enter(self) -> Recovery:
         """The first training step of a replacement."""
         met, self._met = self._met, None
-        self._recovered(self._recover(self._holding(None), after=-1, met=met))
+        return self._recover(self._holding(None), after=-1, met=met)
+
+    @staticmethod
+    def _loop_of(holdings: Sequence[Holding], rank: int) -> int:
+        standing = holdings[rank].standing
+        return -1 if standing is None else standing.loop
 
     # The step.
 
@@ -186,25 +219,61 @@ class LiveRecovery:
         if not self.enabled:
             return run()
         assert _membership is not None
-        if self.apart:
-            self._enter()
+        recovery = self._enter() if self.apart else None
         start = _BatchStart(self._trainer)
-        finished = self._trainer.global_step
+        loop = self._finished = self._trainer.global_step
+        result: T | None = None
+        outcome: Any = None
+        self._now = Step(run, self._copy())
         while True:
             try:
-                return run()
+                if recovery is not None:
+                    recovered, recovery = recovery, None
+                    self._recovered(recovered)
+                    self._catch_up(recovered, start)
+                if self._finished == loop:
+                    result = run()
+                    outcome = closure._result
+                    self._end_step()
+                break
             except RuntimeError as error:
                 if not is_lost_peer(error):
                     raise
-                log.warning("rank %d lost a peer in step %d: %s", _membership.rank, finished + 1, error)
+                log.warning("rank %d lost a peer in step %d: %s", _membership.rank, loop + 1, error)
                 drop_traces(error)
-                holding = self._holding(finished)
-                recovery = self._recover(holding, after=_membership.epoch, error=str(error))
-                self._recovered(recovery)
-            if recovery.decision.step > finished:  # the others have finished this batch, and this rank has their state
-                closure._result = type(self)._no_result(self._trainer)
-                return None
-            start.restore()
+                recovery = self._recover(self._holding(self._finished), after=_membership.epoch, error=str(error))
+        # Without an outcome the others have finished this batch, and this rank has their state.
+        closure._result = outcome or self._no_result(self._trainer)
+        self._before, self._now, self._groups = (self._now if self._guard is not None else None), None, None
+        return result
+
+    def _copy(self) -> DenseCopy | None:
+        return None if self._guard is None else DenseCopy(self._trainer)
+
+    def _end_step(self) -> None:
+        self._finished += 1
+        if self._guard is not None:
+            self._guard.end_step(self._finished)
+
+    def _catch_up(self, recovery: Recovery, start: _BatchStart) -> None:
+        """To the start of the loop's batch: all may have gone back to before the one that it has left."""
+        assert self._now is not None
+        loop = self._trainer.global_step
+        self._finished = recovery.decision.step
+        if self._finished < loop:
+            before = self._before
+            assert before is not None
+            before.start = before.start or self._copy()
+            before.again()
+            set_groups(self._trainer, self._groups or (self._now.start.groups if self._now.start is not None else []))
+        start.restore()
+        if self._finished < loop:
+            self._now.start = self._copy()
+            self._end_step()
+        if recovery.decision.exchange is not None and any(
+            h.standing is not None and h.standing.loop < loop for h in recovery.holdings
+        ):
+            self._stay_with_those_behind()
 
     @staticmethod
     def _no_result(trainer: Any) -> Any:
@@ -212,20 +281,27 @@ class LiveRecovery:
 
     def _holding(self, step: int | None) -> Holding:
         assert _membership is not None
-        return Holding(_membership.rank, os.getpid(), step, plan_fingerprint(self._model))
+        return self.held(Holding(_membership.rank, os.getpid(), step, plan_fingerprint(self._model)))
 
     def _recover(self, holding: Holding, after: int, met: Epoch | None = None, error: str = "") -> Recovery:
         assert _membership is not None
         position = "" if holding.step is None else self._position()
-        return recover(_membership, self, holding, after, position, met, error, self._strategy.root_device)
+        try:
+            return recover(_membership, self, holding, after, position, met, error, self._strategy.root_device)
+        finally:
+            self._stood = None
 
     def _recovered(self, recovery: Recovery) -> None:
         for hook in self._hooks:
             hook.on_recovered(recovery, self._lost(recovery))
         behind = recovery.decision.behind
+        if behind and recovery.rank not in behind:
+            self._stay_with_those_behind()
+
+    def _stay_with_those_behind(self) -> None:
+        """Lightning broadcasts at the start of each batch. Ranks that are behind come to the start of this one yet."""
         epoch_loop = self._trainer.fit_loop.epoch_loop
-        if behind and recovery.rank not in behind and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
-            # Lightning broadcasts at the start of each batch. Ranks that are behind come to the start of this one yet.
+        if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             epoch_loop._broadcast_sigterm_tensor()
 
     def _position(self) -> str:
@@ -247,6 +323,25 @@ class LiveRecovery:
     def rebind(self, group: dist.ProcessGroup) -> None:
         rebind(self._model, group)
 
+    def go_back(self, decision: Decision) -> None:
+        assert _membership is not None
+        if decision.exchange is None or self._guard is None or _membership.rank in decision.lost:
+            return
+        self._guard.go_back(decision.exchange)
+        self._stood = decision.step
+        step = {-1: self._before, 0: self._now}.get(decision.step - self._trainer.global_step)
+        if step is not None and step.start is not None:
+            step.start.put_back()
+
+    def held(self, holding: Holding) -> Holding:
+        held = None if self._guard is None or holding.step is None else self._guard.hold()
+        if self._stood is not None and holding.step is not None:
+            holding = replace(holding, step=self._stood)
+        if held is None:
+            return replace(holding, standing=None)
+        again = self._before is not None and self._before.start is not None
+        return replace(holding, standing=Standing(self._trainer.global_step, again, *held))
+
     def capture(self) -> bytes:
         connector = self._trainer._checkpoint_connector
         try:
@@ -258,6 +353,7 @@ class LiveRecovery:
                 "replicas": replicated_state(self._model),
                 "scalars": fused_scalars(self._model),
                 "rng": rng_state(),
+                "groups": None if self._now is None or self._now.start is None else self._now.start.groups,
             }
             return encode_blob(to_plain({"checkpoint": checkpoint, **extra}))
         except CPRError as e:
@@ -268,6 +364,7 @@ class LiveRecovery:
         checkpoint = told["checkpoint"] | {VERSION_KEY: None}
         load_replicated_state(self._model, told["replicas"])
         if lost:
+            self._groups = told["groups"]
             connector = self._trainer._checkpoint_connector
             connector._loaded_checkpoint = checkpoint
             connector.restore_datamodule()
@@ -292,23 +389,33 @@ class LiveRecovery:
             hook.restore_shards(recovery, lost, shards)
 
 
-def _skip_batches(fit_loop: Any, batches: int) -> None:
-    """Bring a fresh loader to batch ``batches`` of the epoch, by ``seek`` where all loaders have it, or by reading."""
+def _back(decision: Decision, loop: int) -> bool:
+    """Whether a rank whose loop has left ``loop`` batches runs the last of them again."""
+    return decision.exchange is not None and decision.step < loop
+
+
+def _skip_batches(fit_loop: Any, batches: int, again: bool) -> tuple[Any, int] | None:
+    """Bring a fresh loader to batch ``batches`` of the epoch, by ``seek`` where all loaders have it, or by reading.
+
+    again: the batch before it will be run again: (that batch, its number in the epoch).
+    """
     fetcher, loaders = fit_loop._data_fetcher, fit_loop._combined_loader.flattened
     for loader in loaders:
         batch_sampler = getattr(loader, "batch_sampler", None)
         for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
             if (set_epoch := getattr(sampler, "set_epoch", None)) is not None:
                 set_epoch(fit_loop.epoch_progress.current.processed)
+    skip = batches
     if all(hasattr(loader, "seek") for loader in loaders):
+        skip = 1 if again else 0
         for loader in loaders:
-            loader.seek(batches)
-        iter(fetcher)
-        return
+            loader.seek(batches - skip)
     iter(fetcher)
-    for _ in range(batches):
-        next(fetcher)
-    fetcher.fetched -= batches  # the epoch loop adds them
+    batch = None
+    for _ in range(skip):
+        batch, _, _ = next(fetcher)
+    fetcher.fetched -= skip  # the epoch loop adds them
+    return (batch, batches - 1) if again else None
 
 
 class _BatchStart:

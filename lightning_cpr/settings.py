@@ -16,6 +16,7 @@ from lightning_cpr.policy.baseline import POLICIES, BaselinePolicy
 from lightning_cpr.policy.due import Schedule
 from lightning_cpr.policy.priority import VARIANTS, PriorityConfig, Variant, choose_variant, select_tables
 from lightning_cpr.policy.setting import Mtbf, Setting
+from lightning_cpr.recovery.parity_config import ParityConfig
 from lightning_cpr.saver import BITS
 from lightning_cpr.store.retention import Rules
 from lightning_cpr.tables.tracker import RowTracker
@@ -50,6 +51,7 @@ class Settings:
     storage_options: Mapping[str, Any] | None
     timeout_s: float
     max_failed_saves: int
+    parity: ParityConfig | None
 
     def __post_init__(self) -> None:
         check.one_of("recovery", self.recovery, get_args(RecoveryChoice))
@@ -77,6 +79,8 @@ class Settings:
             raise ConfigError(
                 f"timeout_s={self.timeout_s}, max_failed_saves={self.max_failed_saves}: above 0, and 1 or more"
             )
+        if self.parity is not None and not isinstance(self.parity, ParityConfig):
+            raise ConfigError(f"parity={self.parity!r}: must be a ParityConfig, or None for no parity")
         _ = self.known_mtbf, self.keep
 
     @staticmethod

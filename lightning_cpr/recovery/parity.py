@@ -128,19 +128,25 @@ class ParityKeeper:
         return self._encoded and self._meter.mismatches == 0 and self._channel is not None
 
     @property
-    def encoded(self) -> bool:
-        """Whether all rows of all ranks are in parity."""
-        return self._encoded
-
-    @property
     def point(self) -> Point:
         """The last exchange that all ranks have: what a failure now would go back to at the earliest."""
         return self._points.get(self._progress.acknowledged, self._now)
 
     @property
-    def closed(self) -> Point:
-        """The newest exchange that this rank has begun."""
-        return self._points.get(self._progress.closed, self._now)
+    def mismatches(self) -> int:
+        """Pieces of all ranks that did not match their members, since `start`."""
+        return self._meter.mismatches
+
+    def standing(self) -> tuple[RankState, dict[int, Point]]:
+        """How far this rank's exchanges have come, and where the job stood at those that it could be told to stand at.
+
+        Settled only while none is under way.
+        """
+        return self._progress.state(self.rank), dict(self._points)
+
+    def step_of(self, exchange: int) -> int:
+        """The last step of an exchange that is not acknowledged yet."""
+        return self._points[exchange].step
 
     @property
     def memory_bytes(self) -> int:
@@ -238,7 +244,8 @@ class ParityKeeper:
         that it can be told to stand at; neither changes until `stand_at` or `rebuild`.
         """
         self._quit_exchange(abort=True)
-        return self._progress.state(self.rank), {exchange: point.step for exchange, point in self._points.items()}
+        state, points = self.standing()
+        return state, {exchange: point.step for exchange, point in points.items()}
 
     def stand_at(self, exchange: int) -> None:
         """Go back to an exchange that `parity_agree.agree` found: the parity held here and this rank's own rows."""

@@ -113,7 +113,7 @@ def open_channel(store: dist.Store, rank: int, world: int, timeout: timedelta) -
     except RuntimeError as error:
         raise LostPeerError(f"parity: rank {rank} could not reach its peers ({error})") from error
     peers: set[int] = set()
-    channel = GroupChannel(group, timeout, lambda: shut_down(listeners, peers - listeners))
+    channel = GroupChannel(group, timeout, lambda: shut_down(listeners, peers - listeners))  # type: ignore[arg-type]
     peers.update(port for told in swap_values(channel, {"ports": sorted(listeners)}) for port in told["ports"])
     return channel
 
