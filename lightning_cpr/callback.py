@@ -266,7 +266,8 @@ class CPRCallback(Callback):
 
     def _make_controller(self) -> Controller:
         setting = self.settings.setting(self.job)
-        controller = Controller(self.settings.fixed, setting, self._emit, self.counts["recoveries"])
+        upkeep = None if self._parity is None else self._parity.unhidden_s
+        controller = Controller(self.settings.fixed, setting, self._emit, self.counts["recoveries"], upkeep)
         controller.restore(self._planner_state)
         return controller
 
@@ -380,7 +381,9 @@ class CPRCallback(Callback):
         source = next(iter(recovered.plan.sources.values()))
         if self._parity is not None and source.kind != "parity":
             self._parity.restart(step, f"rows came back from {source.name}")
-        self._controller.recovered(recovered.plan.mode, recovered.seconds, self.samples, self.pls)
+        self._controller.recovered(
+            "parity" if source.kind == "parity" else recovered.plan.mode, recovered.seconds, self.samples, self.pls
+        )
         if self.job.rank == 0:
             log.warning(
                 "%s recovery of rank %s after batch %d (%s): %d rows from %s in %.2f s, PLS %.4f",

@@ -303,6 +303,10 @@ class ParityGuard(Callback):
     def _numbers(self) -> dict[str, float]:
         return {} if self._keeper is None else self._keeper.metrics()
 
+    def unhidden_s(self) -> float:
+        """Seconds that steps were longer for parity, since it was encoded last."""
+        return self._numbers().get("unhidden_s", 0.0)
+
     def _report(self, step: int) -> None:
         """Rank 0's numbers, to the Trainer's loggers."""
         trainer = self._job.trainer

@@ -13,6 +13,7 @@ from lightning_cpr.errors import ConfigError
 from lightning_cpr.job import Job
 from lightning_cpr.policy import check
 from lightning_cpr.policy.baseline import POLICIES, BaselinePolicy
+from lightning_cpr.policy.cost import Costs, Parity, Recovery
 from lightning_cpr.policy.due import Schedule
 from lightning_cpr.policy.priority import VARIANTS, PriorityConfig, Variant, choose_variant, select_tables
 from lightning_cpr.policy.setting import Mtbf, Setting
@@ -23,6 +24,9 @@ from lightning_cpr.tables.tracker import RowTracker
 from lightning_cpr.units import seconds
 
 Resume = Literal["auto", "never"]
+
+EXPECTED_PARITY = Parity(upkeep=0.01, recovery=Recovery(load=5.0, restart=0.0), uncovered=0.1)
+"""What the planner takes parity to cost and to cover until it is measured."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,7 @@ class Settings:
             target_pls=self.target_pls,
             hosts=hosts,
             mtbf=self.known_mtbf,
+            costs=Costs() if self.parity is None else Costs(parity=EXPECTED_PARITY),
             max_pls=self.max_pls,
             ratio=self._ratio,
             row_bytes=tuple(
