@@ -136,8 +136,6 @@ class CPRCallback(Callback):
         self._found = Found()
         self._planner_state: Any = None
         self._parity: ParityGuard | None = None
-        if parity is not None:
-            self._parity = ParityGuard(parity, lambda: self.samples, self._emit, self.counts, timeout_s)
 
     @property
     def root(self) -> str:
@@ -179,6 +177,9 @@ class CPRCallback(Callback):
                 ' that the other ranks\' tables would be missing. Use Trainer(strategy="torchrec").'
             )
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        parity = self.settings.parity
+        if parity is not None and self._parity is None:
+            self._parity = ParityGuard(parity, lambda: self.samples, self._emit, self.counts, self.settings.timeout_s)
         first = [c for c in (self._counter, self._parity) if c is not None]
         others = [c for c in callbacks if c is not self and c not in first]
         if any(isinstance(c, CPRCallback) and c.settings.place == self.settings.place for c in others):
@@ -349,7 +350,10 @@ class CPRCallback(Callback):
         dist.broadcast_object_list(told, src=decision.donor)
         run_id, epoch, incarnation, state, closed = told[0]
         self._run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
+        own = self.samples
         self.load_state_dict(state)
+        if not recovery.lost:
+            self._counter.samples = own  # the donor's loop may be a batch ahead
         self.epoch = epoch + 1
         self.job.rejoin(incarnation, recovery.epoch)
         if recovery.lost:
@@ -360,7 +364,7 @@ class CPRCallback(Callback):
         if self._parity is not None:
             self._parity.rejoin(self.job, self._injector, self._parity_prefix, decision.donor, recovery.lost)
         failed = sorted({spec.owner for spec in lost} | set(decision.lost))
-        at = Progress(decision.step, self.samples)
+        at = Progress(decision.step, state["samples"])
         recovered = self._restorer.recover_lost(trainer, failed, at, self.epoch, self.ledger)
         phases = {f"{phase}_s": round(seconds, 6) for phase, seconds in recovery.seconds.items()}
         self._recovered(recovered, failed, at, {"replaced": True, "error": recovery.error, **phases})

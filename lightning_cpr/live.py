@@ -116,7 +116,7 @@ class LiveRecovery:
     def guard(self, guard: StepGuard | None) -> None:
         self._guard = guard
         if guard is None:
-            self._before = self._now = None
+            self._before = None
         if _membership is not None:
             _membership.on_release = None if guard is None else guard.abort
 

@@ -23,7 +23,7 @@ from tests import _ranks
 
 
 def run_guarded(
-    fn: Callable[..., Any], world: int, *args: Any, replacements: int = 8, timeout: float = 120.0
+    fn: Callable[..., Any], world: int, *args: Any, replacements: int = 8, timeout: float = 240.0
 ) -> tuple[list[Any], list[int]]:
     """What ``fn`` returned on the last process of each rank, and how often each rank was replaced.
 

@@ -17,13 +17,14 @@ from tests._guarded import run_guarded
 from tests._tiny import Tiny, make_loader, make_trainer
 from tests.dist.test_main_job import assert_equal, rows_of
 
-BATCHES, EPOCHS = 20, 2
-# rank, step, point; each leaves time to encode what the one before has cost. Batch 20 is the last of an epoch.
+BATCHES, EPOCHS = 12, 2
+LAST = BATCHES * EPOCHS
+# rank, step, point; each leaves time to encode what the one before has cost. Batch 12 is the last of an epoch.
 KILLS = {
-    2: [(1, 6, "exchange_closed"), (0, 12, "exchange_applied"), (1, 20, "exchange_received"), (0, 27, "backward"),
-        (1, 34, "optimizer")],
-    4: [(3, 6, "exchange_packed"), (0, 12, "exchange_acknowledged"), (2, 20, "exchange_closed"), (1, 27, "forward"),
-        (2, 34, "batch_end")],
+    2: [(1, 4, "exchange_closed"), (0, 8, "exchange_applied"), (1, 12, "exchange_received"), (0, 16, "backward"),
+        (1, 20, "optimizer")],
+    4: [(3, 4, "exchange_packed"), (0, 8, "exchange_acknowledged"), (2, 12, "exchange_closed"), (1, 16, "forward"),
+        (2, 20, "batch_end")],
 }  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def test_kills_at_every_point_change_no_bit(world: int, tmp_path: Path) -> None:
     assert deaths == [sum(kill[0] == rank for kill in kills) for rank in range(world)]
     for rank, (ours, expected) in enumerate(zip(results, reference, strict=True)):
         first = max((step for r, step, _ in kills if r == rank), default=0) + 2
-        assert set(ours["losses"]) >= set(range(first, BATCHES * EPOCHS + 1))
+        assert set(ours["losses"]) >= set(range(first, LAST + 1))
         for step, loss in ours["losses"].items():
             assert loss in (expected["losses"][step], None), step
             assert_equal(ours["rows"][step], expected["rows"][step])
@@ -114,3 +115,53 @@ def test_kills_at_every_point_change_no_bit(world: int, tmp_path: Path) -> None:
     events = read_events(Storage(str(tmp_path / "killed")))
     recoveries = [e for e in events if e["event"] == "recovery"]
     assert [(e["failed"], e["source"]) for e in recoveries] == [([rank], "parity") for rank, _, _ in kills]
+
+
+def test_two_lost_ranks_come_back_by_two_parities(tmp_path: Path) -> None:
+    reference = plain(4, tmp_path / "plain")
+    kills = [(1, 8, "forward"), (2, 8, "forward")]
+    results, deaths = run_guarded(job, 4, str(tmp_path / "killed"), ParityConfig(k=2, m=2), kills)
+    assert deaths == [0, 1, 1, 0]
+    for ours, expected in zip(results, reference, strict=True):
+        assert_equal(ours["rows"][LAST], expected["rows"][LAST])
+        assert_equal(ours["dense"], expected["dense"])
+        assert (ours["told"], ours["pls"]) == (expected["told"], 0.0)
+
+
+def test_what_parity_cannot_or_may_not_bring_back_comes_from_the_store(tmp_path: Path) -> None:
+    """Two lost of a group with one parity, then parity that was damaged."""
+    kills = [(1, 14, "forward"), (2, 14, "forward"), (3, 20, "forward")]
+    results, deaths = run_guarded(job, 4, str(tmp_path), ParityConfig(k=3, scrub_every=0), kills, 19)
+    assert deaths == [0, 1, 1, 1]
+    events = read_events(Storage(str(tmp_path)))
+    recoveries = [e for e in events if e["event"] == "recovery"]
+    assert [(e["failed"], e["source"]) for e in recoveries] == [([1, 2], "store"), ([3], "store")]
+    refused = [e["error"] for e in events if e["event"] == "parity_refused"]
+    assert len(refused) == 2
+    assert "with ranks [1, 2] lost" in refused[0]
+    assert "did not decode to what their owners published" in refused[1]
+    assert all(r["counts"]["parity_refused"] == 2 for r in results)
+    assert results[0]["pls"] > 0.0
+    assert len({r["pls"] for r in results}) == 1
+    for recovery in recoveries:
+        assert recovery["ledger"]["event"] == "charge"
+    # the rows that came back are trained on, with parity again
+    assert [e["event"] for e in events if e["event"] in ("parity_on", "parity_off")][-1] == "parity_on"
+
+
+def test_with_several_steps_an_exchange_only_the_lost_shard_goes_back(tmp_path: Path) -> None:
+    results, deaths = run_guarded(job, 2, str(tmp_path), ParityConfig(k=1, every_n_steps=4), [(1, 15, "forward")])
+    assert deaths == [0, 1]
+    events = read_events(Storage(str(tmp_path)))
+    (recovery,) = [e for e in events if e["event"] == "recovery"]
+    assert (recovery["source"], recovery["step"]) == ("parity", 14)
+    (loss,) = recovery["ledger"]["losses"]
+    # three more steps at most, and the exchange of the last ones may have been under way
+    lost_steps = 14 - loss["held"] // 8
+    assert loss["held"] % 8 == 0
+    assert 1 <= lost_steps <= 7
+    elements = {0: 50 * 8, 1: 50 * 8}
+    owner = 0 if "net.ebc.embedding_bags.b[0:7,0]" in results[0]["rows"][LAST] else 1
+    elements[owner] += 7 * 8
+    assert results[0]["pls"] == pytest.approx(elements[1] / sum(elements.values()) * lost_steps / LAST, rel=1e-9)
+    assert results[0]["losses"].keys() == set(range(1, LAST + 1))
