@@ -187,7 +187,7 @@ class ParityGuard(Callback):
             return
         step = batches_trained(trainer)
         self._batch = (step + 1, batch_size(batch) * trainer.world_size)
-        if self._hook is not None and self._hook.still_ours():
+        if self._hook is not None and not self._hook.intact():
             # A reshard: on every rank, between two steps. The shards of before are no more.
             self._job.refresh()
             self._renew(f"{self._prefix}/{step}", self._hosts)
