@@ -66,7 +66,6 @@ class ParityGuard(Callback):
         self._told = False
         self._restart = ""
         self._since = 0.0
-        self._logged_s = 0.0
 
     @property
     def active(self) -> bool:
@@ -138,6 +137,8 @@ class ParityGuard(Callback):
 
     def _begin(self, step: int, reason: str) -> None:
         keeper, self._restart = self._required, ""
+        if not self._told:
+            self._since = time.monotonic()
         keeper.start(step, self._samples())
         self._touch_dense()
         self._tell(step, reason)
