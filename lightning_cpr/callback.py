@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cpr._lightning import Callback, check_trainer, pl
+from lightning_cpr.account import Rejoined, cut_fields, gather_cut, skipped_samples, source_fields, where_lost
 from lightning_cpr.chain import Chain
 from lightning_cpr.controller import Bits, Controller, RecoveryChoice
 from lightning_cpr.cycle import SaveCycle
+from lightning_cpr.early_read import EarlyRead
 from lightning_cpr.errors import ConfigError, ForeignRunError, RecoveryError, UnsupportedError
 from lightning_cpr.faults import FaultInjector
 from lightning_cpr.job import Job
@@ -28,6 +30,7 @@ from lightning_cpr.policy.baseline import BaselinePolicy
 from lightning_cpr.policy.due import Moment
 from lightning_cpr.policy.ledger import Ledger, event_to_json
 from lightning_cpr.policy.priority import Variant
+from lightning_cpr.recovery.election import is_lost_peer
 from lightning_cpr.recovery.live import Recovery
 from lightning_cpr.recovery.parity_config import ParityConfig
 from lightning_cpr.recovery.plan import Mode
@@ -39,6 +42,7 @@ from lightning_cpr.saver import BackgroundSaves, Progress, RunId, SavePlan
 from lightning_cpr.settings import Resume, Settings
 from lightning_cpr.spec import Shard, ShardSpec
 from lightning_cpr.store.save import SaveIO
+from lightning_cpr.store.stage import Stager
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import fence, list_versions
 from lightning_cpr.strategy import TorchRecStrategy
@@ -133,6 +137,9 @@ class CPRCallback(Callback):
         self.ledger = Ledger(0)
         self._counter = SampleCounter()
         self._injector: FaultInjector | None = None
+        self._updates_before = 0  # row updates when the batch began
+        self._rejoined: Rejoined | None = None
+        self._early: EarlyRead | None = None
         self._found = Found()
         self._planner_state: Any = None
         self._parity: ParityGuard | None = None
@@ -272,10 +279,12 @@ class CPRCallback(Callback):
         controller.restore(self._planner_state)
         return controller
 
-    def _make_workers(self, tracker: RowTracker, chain: Chain, controller: Controller, started: float) -> None:
+    def _make_workers(
+        self, tracker: RowTracker, chain: Chain, controller: Controller, started: float, stager: Stager | None = None
+    ) -> None:
         job, kv, timeout_s = self.job, self.job.kv, self.settings.timeout_s
         io = SaveIO(self.storage, kv, epoch=lambda: int(kv.get("epoch")), points=self._point, timeout_s=timeout_s)
-        saves = BackgroundSaves(job, self._run, io, tracker, chain, self.settings.keep)
+        saves = BackgroundSaves(job, self._run, io, tracker, chain, self.settings.keep, stager)
         self._controller, self._started = controller, started
         self._cycle = SaveCycle(self.settings, job, saves, controller, self._emit, self.counts, started)
         self._restorer = Restorer(
@@ -292,6 +301,13 @@ class CPRCallback(Callback):
 
     # Training
 
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
+        if self.job.alone:
+            if self._parity is None:  # which would write to the same rows
+                self._early = EarlyRead(self.storage, [s for s in self.job.owned if not s.spec.replicated])
+        else:
+            self._updates_before = self._cycle.saves.tracker.updates
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -299,6 +315,8 @@ class CPRCallback(Callback):
         if lost:
             self._recover(trainer, lost, Progress(batches_trained(trainer), self.samples))
         step = batches_trained(trainer)
+        if self._rejoined is not None and self._rejoined.stepped(step):
+            self._tell_rejoined()
         self._cycle.do_announced(trainer, Progress(step, self.samples), self.epoch, self.ledger)
         if self.job.rank == 0:
             self._report_progress(step + 1)
@@ -318,6 +336,10 @@ class CPRCallback(Callback):
         self._emit("run_ended", step=at.step, samples=at.samples, pls=self.pls)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if hasattr(self, "_events") and (isinstance(exception, RecoveryError) or is_lost_peer(exception)):
+            told = {"where": where_lost(trainer), "error": str(exception).partition("\n")[0]}
+            log.error("no recovery in place %s: %s", *told.values())
+            self._events.emit("stepped_down", step=batches_trained(trainer), **told)
         if hasattr(self, "_cycle"):
             self._cycle.saves.io.cancel.set()
             self._cycle.saves.close(timeout=0.0)
@@ -341,8 +363,9 @@ class CPRCallback(Callback):
         trainer, decision = self.job.trainer, recovery.decision
         if self.settings.recovery == "full" and self._parity is None:
             raise RecoveryError("CPRCallback(recovery='full'): everybody goes back, by a restart of the job")
-        if not recovery.lost:
-            self._cycle.saves.abandon(self.settings.timeout_s)
+        stager = None if recovery.lost else self._cycle.saves.abandon(self.settings.timeout_s)
+        done = 0 if recovery.lost else self._cycle.saves.tracker.updates - self._updates_before
+        cut, own_samples = gather_cut(recovery, done, self.samples), self.samples
         # What the donor knows of the run; a replacement knows nothing, be it rank 0.
         told: list[Any] = [None]
         if self.job.rank == decision.donor:
@@ -350,30 +373,34 @@ class CPRCallback(Callback):
         dist.broadcast_object_list(told, src=decision.donor)
         run_id, epoch, incarnation, state, closed = told[0]
         self._run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
-        own = self.samples
         self.load_state_dict(state)
         if not recovery.lost:
-            self._counter.samples = own  # the donor's loop may be a batch ahead
+            self._counter.samples = own_samples  # the donor's loop may be a batch ahead
         self.epoch = epoch + 1
         self.job.rejoin(incarnation, recovery.epoch)
         if recovery.lost:
             self._make_workers(self._make_tracker(), Chain(), self._make_controller(), time.monotonic())
         else:
-            self._make_workers(self._cycle.saves.tracker, Chain(), self._controller, self._started)
+            self._make_workers(self._cycle.saves.tracker, Chain(), self._controller, self._started, stager)
         self._cycle.closed = closed
         if self._parity is not None:
             self._parity.rejoin(self.job, self._injector, self._parity_prefix, decision.donor, recovery.lost)
         failed = sorted({spec.owner for spec in lost} | set(decision.lost))
         at = Progress(decision.step, state["samples"])
-        recovered = self._restorer.recover_lost(trainer, failed, at, self.epoch, self.ledger)
-        phases = {f"{phase}_s": round(seconds, 6) for phase, seconds in recovery.seconds.items()}
-        self._recovered(recovered, failed, at, {"replaced": True, "error": recovery.error, **phases})
+        left_out = skipped_samples(recovery, cut)
+        recovered = self._restorer.recover_lost(trainer, failed, at, self.epoch, self.ledger, left_out, self._early)
+        more = {"replaced": True, "error": recovery.error, "sources": source_fields(lost, recovered.plan.sources)}
+        self._recovered(recovered, failed, at, more | cut_fields(recovery, cut))
+        self._updates_before = self._cycle.saves.tracker.updates
 
     def on_recovered(self, recovery: Recovery, lost: Sequence[ShardSpec]) -> None:
         """All stand together again (`live.RecoveryHook`)."""
-        if self.job.rank == 0:
-            seconds = {f"{phase}_s": round(value, 6) for phase, value in recovery.seconds.items()}
-            self._emit("rejoined", epoch=self.epoch, step=recovery.decision.step, **seconds)
+        self._rejoined = Rejoined(recovery, self.job.kv)
+
+    def _tell_rejoined(self) -> None:
+        assert self._rejoined is not None
+        rejoined, self._rejoined = self._rejoined, None
+        self._emit("rejoined", epoch=self.epoch, step=batches_trained(self.job.trainer), **rejoined.fields())
 
     def _recovered(self, recovered: Recovered, failed: list[int], at: Progress, more: dict[str, Any]) -> None:
         self.ledger = recovered.ledger

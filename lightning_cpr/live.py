@@ -1,7 +1,8 @@
 """Live recovery inside ``trainer.fit``: what `TorchRecStrategy` does when a peer dies in a training step.
 
-Survivors: the collective of the step fails inside `Strategy.optimizer_step`; there they meet the replacement, put their
-model on the new group and call the same closure again. No loop counter has moved, so Lightning notices nothing.
+Survivors: the collective of the step fails inside `Strategy.optimizer_step` (automatic optimization) or
+`Strategy.training_step` (manual); there they meet the replacement, put their model on the new group and run the step
+again from its start (`live_batch`). No loop counter has moved, so Lightning notices nothing.
 
 Replacement: runs the user's script from its start, with a stand-in process group in which every collective returns at
 once, so that it runs none that the survivors do not run. When Lightning would resume from a checkpoint it meets the
@@ -12,37 +13,41 @@ part, and gets its rows back from the `RecoveryHook`.
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_cpr._lightning import TrainerFn, pl
-from lightning_cpr.checkpoint_io import VERSION_KEY
-from lightning_cpr.errors import CPRError, RecoveryError
+from lightning_cpr.errors import RecoveryError
+from lightning_cpr.live_batch import BatchStart, ManualStart
+from lightning_cpr.live_loader import stand_at_batch
+from lightning_cpr.live_state import (
+    adopt_all,
+    adopt_dense,
+    capture,
+    manual_progress,
+    stepped_state,
+    take_position,
+    tell_position,
+    why_not,
+)
+from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.recovery.child import heartbeat
 from lightning_cpr.recovery.election import Decision, Holding, Standing, elect, is_lost_peer
-from lightning_cpr.recovery.guardian import HEARTBEAT_FD_ENV
+from lightning_cpr.recovery.guardian import HEARTBEAT_FD_ENV, JOB_DIR_ENV, note_modules
 from lightning_cpr.recovery.live import Recovery, recover
 from lightning_cpr.recovery.membership import REPLACES_ENV, Epoch, Membership, Timeouts
 from lightning_cpr.spec import Shard, ShardSpec
-from lightning_cpr.state import rng_state, set_rng_state, to_plain
+from lightning_cpr.state import rng_state
 from lightning_cpr.step_back import DenseCopy, Step, StepGuard, set_groups, step_of
-from lightning_cpr.store.blob import decode_blob, encode_blob
-from lightning_cpr.tables.rebind import check_rebindable, drop_traces, rebind, stand_in_group
-from lightning_cpr.tables.replicas import load_replicated_state, replicated_state
-from lightning_cpr.tables.shards import (
-    fused_scalars,
-    global_shards,
-    load_fused_scalars,
-    local_shards,
-    plan_fingerprint,
-)
+from lightning_cpr.tables.rebind import drop_traces, rebind, stand_in_group
+from lightning_cpr.tables.shards import global_shards, local_shards, plan_fingerprint
 
 if TYPE_CHECKING:
     from lightning_cpr.strategy import TorchRecStrategy
@@ -87,10 +92,15 @@ class LiveRecovery:
         self._trainer: Any = None
         self._hooks: list[RecoveryHook] = []
         self._met: Epoch | None = None
+        self._reached: dict[str, float] = {}
+        self._start: BatchStart | None = None
+        self._stepped: dict[str, Any] = {}
+        self._carries = False
+        self._noted = False
         self._guard: StepGuard | None = None
         self._before: Step | None = None  # the step that the loop left last
         self._now: Step | None = None
-        self._finished = 0  # dense steps, by this rank's state
+        self._done = 0  # batches whose dense step this rank has finished; the loop may still be in the last of them
         self._stood: int | None = None  # the step that a recovery under way went back to
         self._groups: list[list[dict[str, Any]]] | None = None  # of the donor's step, on a replacement
         self.enabled = False
@@ -129,6 +139,7 @@ class LiveRecovery:
         _membership = Membership.from_env(backend=backend, timeouts=timeouts, on_beat=heartbeat())
         atexit.register(_membership.close)
         if self.apart:
+            self._reached["start"] = time.time()
             stand_in_group(_membership.rank, _membership.world_size)
         else:
             holding = Holding(_membership.rank, os.getpid(), 0)
@@ -139,10 +150,11 @@ class LiveRecovery:
         """At the end of the strategy's set-up."""
         global _fits
         self._trainer = trainer
+        self._start, self._stepped, self._carries, self._before = None, {}, False, None
         fitting = trainer.state.fn == TrainerFn.FITTING
         _fits += fitting
         self._hooks = [cb for cb in trainer.callbacks if isinstance(cb, RecoveryHook)]  # type: ignore[attr-defined]
-        reason = self._why_not(trainer) if fitting else f"it runs trainer.{trainer.state.fn}"
+        reason = why_not(trainer, self._model, bool(self._hooks)) if fitting else f"it runs trainer.{trainer.state.fn}"
         self.enabled = not reason
         if not self.apart:
             if fitting and reason:
@@ -152,20 +164,6 @@ class LiveRecovery:
             raise RecoveryError(f"this replacement cannot join in place: {reason}")
         trainer._checkpoint_connector.resume_start = self._resume  # type: ignore[method-assign]
 
-    def _why_not(self, trainer: pl.Trainer) -> str:
-        if not self._hooks:
-            return "no callback of the Trainer can restore rows"
-        if not trainer.lightning_module.automatic_optimization:
-            return "manual optimization"
-        if trainer.accumulate_grad_batches != 1:
-            return "accumulate_grad_batches"
-        assert dist.group.WORLD is not None
-        try:
-            check_rebindable(self._model, dist.group.WORLD)
-        except RecoveryError as e:
-            return str(e)
-        return ""
-
     # The replacement's way in.
 
     def _resume(self, *args: Any, **kwargs: Any) -> None:
@@ -173,33 +171,19 @@ class LiveRecovery:
         assert _membership is not None
         del self._trainer._checkpoint_connector.resume_start  # Lightning's own again: this is for the first fit only
         after = int(os.environ[REPLACES_ENV]) - 1
+        self._reached["build"] = time.time()
         self._met = _membership.meet(self._holding(None), after)
-        decision = elect(self._met.holdings)
-        position = json.loads(_membership.position_of(self._met, decision.donor))
-        if position["fit"] != _fits:
-            raise RecoveryError(f"the job is in its fit number {position['fit']}, this replacement in number {_fits}")
-        self._trainer.fit_loop.load_state_dict(position["fit_loop"])
-        self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False  # not yet known of the batch to come
-        for checkpoint, dirpath in zip(self._trainer.checkpoint_callbacks, position["dirpaths"], strict=True):
-            if hasattr(checkpoint, "dirpath"):
-                checkpoint.dirpath = dirpath
+        take_position(self._trainer, _membership.position_of(self._met, elect(self._met.holdings).donor), _fits)
 
     def on_train_start(self) -> None:
         """Bring the replacement's loader and counters to the batch that the others are at."""
         if not self.apart:
             return
-        fit_loop = self._trainer.fit_loop
-        epoch_loop = fit_loop.epoch_loop
-        total, current = epoch_loop.batch_progress.total, epoch_loop.batch_progress.current
-        # The loops were read in the middle of a batch; Lightning resets the current counters on a restart only.
-        total.ready = total.started = total.processed = total.completed
-        steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-        steps.ready = steps.completed
-        epoch_loop._batches_that_stepped -= 1  # Lightning adds one on a restart: its saves come after the step
         assert self._met is not None
         decision = elect(self._met.holdings)
-        again = _back(decision, self._loop_of(self._met.holdings, decision.donor))
-        fetched = _skip_batches(fit_loop, current.completed, again)
+        standing = self._met.holdings[decision.donor].standing
+        again = decision.exchange is not None and standing is not None and decision.step < standing.loop
+        fetched = stand_at_batch(self._trainer.fit_loop, again)
         self._before = None if fetched is None else step_of(self._trainer, *fetched)
 
     def _enter(self) -> Recovery:
@@ -207,33 +191,56 @@ class LiveRecovery:
         met, self._met = self._met, None
         return self._recover(self._holding(None), after=-1, met=met)
 
-    @staticmethod
-    def _loop_of(holdings: Sequence[Holding], rank: int) -> int:
-        standing = holdings[rank].standing
-        return -1 if standing is None else standing.loop
-
     # The step.
 
-    def step(self, run: Callable[[], T], closure: Any) -> T | None:
-        """Run an optimizer step; if a peer is lost in it, recover and run it again."""
-        if not self.enabled:
+    def optimizer_step(self, run: Callable[[], T], closure: Any) -> T | None:
+        """Run an optimizer step, with the forward and backward in its closure; if a peer is lost, recover and repeat.
+
+        In manual optimization it only runs: the whole training step is repeated there.
+        """
+        if not self.enabled or not self._automatic:
             return run()
+
+        def skip() -> None:
+            loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
+            closure._result = loop.output_result_cls(closure_loss=None)
+
+        return self._attempt(run, skip, BatchStart)
+
+    def training_step(self, run: Callable[[], T], *args: Any) -> T | None:
+        """`optimizer_step` of manual optimization. ``args``: of the step."""
+        if not self.enabled or self._automatic:
+            return run()
+        module, before = self._trainer.lightning_module, manual_progress(self._trainer).state_dict()
+
+        def skip() -> None:
+            if isinstance(module, PipelinedModule):
+                module.skip_step(*args)
+
+        result = self._attempt(run, skip, ManualStart)
+        self._stepped = stepped_state(self._strategy, self._trainer)
+        self._carries = self._stepped["progress"] == before
+        return result
+
+    def _attempt(self, run: Callable[[], T], skip: Callable[[], None], at_start: type[BatchStart]) -> T | None:
         assert _membership is not None
         recovery = self._enter() if self.apart else None
-        start = _BatchStart(self._trainer)
-        loop = self._finished = self._trainer.global_step
-        result: T | None = None
-        outcome: Any = None
+        start = self._start = at_start(self._trainer)
+        loop = self._done = self._finished
+        module = self._trainer.lightning_module
         self._now = Step(run, self._copy())
+        ran, result = False, None
         while True:
             try:
                 if recovery is not None:
                     recovered, recovery = recovery, None
                     self._recovered(recovered)
                     self._catch_up(recovered, start)
-                if self._finished == loop:
-                    result = run()
-                    outcome = closure._result
+                if self._done == loop:
+                    result, ran = run(), True
+                    if not self._noted:  # after a whole step, so that the spare imports what only a step does
+                        self._noted = True
+                        note_modules(os.environ.get(JOB_DIR_ENV), _membership.rank)
                     self._end_step()
                 break
             except RuntimeError as error:
@@ -241,43 +248,63 @@ class LiveRecovery:
                     raise
                 log.warning("rank %d lost a peer in step %d: %s", _membership.rank, loop + 1, error)
                 drop_traces(error)
-                recovery = self._recover(self._holding(self._finished), after=_membership.epoch, error=str(error))
-        # Without an outcome the others have finished this batch, and this rank has their state.
-        closure._result = outcome or self._no_result(self._trainer)
+                if isinstance(module, PipelinedModule):
+                    module.rebuild()
+                if self._done == loop:
+                    start.put_back_dense()
+                if self._carries:
+                    why = f"batch {loop} stepped no optimizer: its gradients were for this one, and they are lost"
+                    raise RecoveryError(why) from error
+                recovery = self._recover(self._holding(self._done), after=_membership.epoch, error=str(error))
+        if not ran:  # the others have finished this batch, and this rank has their state
+            skip()
         self._before, self._now, self._groups = (self._now if self._guard is not None else None), None, None
         return result
 
     def _copy(self) -> DenseCopy | None:
-        return None if self._guard is None else DenseCopy(self._trainer)
+        """Manual optimization keeps its own (`ManualStart`), and goes back over no batch that the loop has left."""
+        return DenseCopy(self._trainer) if self._guard is not None and self._automatic else None
 
     def _end_step(self) -> None:
-        self._finished += 1
+        self._done += 1
         if self._guard is not None:
-            self._guard.end_step(self._finished)
+            self._guard.end_step(self._done)
 
-    def _catch_up(self, recovery: Recovery, start: _BatchStart) -> None:
-        """To the start of the loop's batch: all may have gone back to before the one that it has left."""
-        assert self._now is not None
-        loop = self._trainer.global_step
-        self._finished = recovery.decision.step
-        if self._finished < loop:
-            before = self._before
-            assert before is not None
-            before.start = before.start or self._copy()
-            before.again()
-            set_groups(self._trainer, self._groups or (self._now.start.groups if self._now.start is not None else []))
-        start.restore()
-        if self._finished < loop:
+    def _catch_up(self, recovery: Recovery, start: BatchStart) -> None:
+        """To the start of the loop's batch, or to its end: where the recovery stands."""
+        loop, decision = self._finished, recovery.decision
+        self._done = decision.step
+        if self._done <= loop:
+            self._run_before(loop)
+            start.put_back()
+        if self._done < loop:
+            assert self._now is not None
             self._now.start = self._copy()
             self._end_step()
-        if recovery.decision.exchange is not None and any(
-            h.standing is not None and h.standing.loop < loop for h in recovery.holdings
-        ):
+        standings = [h.standing for h in recovery.holdings if h.standing is not None]
+        if decision.exchange is not None and any(standing.loop < loop for standing in standings):
             self._stay_with_those_behind()
 
-    @staticmethod
-    def _no_result(trainer: Any) -> Any:
-        return trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls(closure_loss=None)
+    def _run_before(self, loop: int) -> None:
+        """Run the batch that the loop has left, if all went back to before it, at the rates that it had."""
+        if self._done == loop:
+            return
+        before, now = self._before, self._now
+        assert before is not None
+        before.start = before.start or self._copy()
+        before.again()
+        groups = self._groups or (now.start.groups if now is not None and now.start is not None else None)
+        if groups is not None:
+            set_groups(self._trainer, groups)
+
+    @property
+    def _automatic(self) -> bool:
+        return bool(self._trainer.lightning_module.automatic_optimization)
+
+    @property
+    def _finished(self) -> int:
+        """Batches that the loop has left."""
+        return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.processed)
 
     def _holding(self, step: int | None) -> Holding:
         assert _membership is not None
@@ -285,9 +312,10 @@ class LiveRecovery:
 
     def _recover(self, holding: Holding, after: int, met: Epoch | None = None, error: str = "") -> Recovery:
         assert _membership is not None
-        position = "" if holding.step is None else self._position()
+        position = "" if holding.step is None else tell_position(self._trainer, _fits)
+        device, reached = self._strategy.root_device, self._reached if met is not None else None
         try:
-            return recover(_membership, self, holding, after, position, met, error, self._strategy.root_device)
+            return recover(_membership, self, holding, after, position, met, error, device, reached)
         finally:
             self._stood = None
 
@@ -303,12 +331,6 @@ class LiveRecovery:
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             epoch_loop._broadcast_sigterm_tensor()
-
-    def _position(self) -> str:
-        state = self._trainer.fit_loop.state_dict()
-        state["state_dict"] = {k: v for k, v in state["state_dict"].items() if k != "combined_loader"}  # of this rank
-        dirpaths = [getattr(checkpoint, "dirpath", None) for checkpoint in self._trainer.checkpoint_callbacks]
-        return json.dumps({"fit": _fits, "fit_loop": to_plain(state), "dirpaths": dirpaths})
 
     def _lost(self, recovery: Recovery) -> list[ShardSpec]:
         return [s for s in global_shards(self._model) if not s.replicated and s.owner in recovery.decision.lost]
@@ -329,57 +351,34 @@ class LiveRecovery:
             return
         self._guard.go_back(decision.exchange)
         self._stood = decision.step
-        step = {-1: self._before, 0: self._now}.get(decision.step - self._trainer.global_step)
+        batches = decision.step - self._finished
+        if batches == 0 and self._start is not None:
+            self._start.put_back_dense()
+        step = {-1: self._before, 0: self._now}.get(batches)
         if step is not None and step.start is not None:
             step.start.put_back()
 
     def held(self, holding: Holding) -> Holding:
-        held = None if self._guard is None or holding.step is None else self._guard.hold()
-        if self._stood is not None and holding.step is not None:
+        if holding.step is None or self._guard is None:
+            return holding
+        if self._stood is not None:
             holding = replace(holding, step=self._stood)
-        if held is None:
+        held = self._guard.hold()
+        if held is None or isinstance(self._trainer.lightning_module, PipelinedModule):  # its batch is not kept
             return replace(holding, standing=None)
         again = self._before is not None and self._before.start is not None
-        return replace(holding, standing=Standing(self._trainer.global_step, again, *held))
+        return replace(holding, standing=Standing(self._finished, again, *held))
 
     def capture(self) -> bytes:
-        connector = self._trainer._checkpoint_connector
-        try:
-            checkpoint = connector.dump_checkpoint(weights_only=False)
-            module = self._trainer.lightning_module
-            for key in ("loops", module.CHECKPOINT_HYPER_PARAMS_KEY, module.CHECKPOINT_HYPER_PARAMS_TYPE):
-                checkpoint.pop(key, None)
-            extra = {
-                "replicas": replicated_state(self._model),
-                "scalars": fused_scalars(self._model),
-                "rng": rng_state(),
-                "groups": None if self._now is None or self._now.start is None else self._now.start.groups,
-            }
-            return encode_blob(to_plain({"checkpoint": checkpoint, **extra}))
-        except CPRError as e:
-            raise RecoveryError(f"the dense state cannot be handed over: {e}") from e
+        rng = rng_state() if self._start is None else self._start.rng
+        groups = None if self._now is None or self._now.start is None else self._now.start.groups
+        return capture(self._strategy, self._trainer, rng, self._stepped, groups)
 
     def adopt(self, data: bytes, lost: bool) -> None:
-        told = decode_blob(data, "the state of a survivor")
-        checkpoint = told["checkpoint"] | {VERSION_KEY: None}
-        load_replicated_state(self._model, told["replicas"])
         if lost:
-            self._groups = told["groups"]
-            connector = self._trainer._checkpoint_connector
-            connector._loaded_checkpoint = checkpoint
-            connector.restore_datamodule()
-            connector.restore_model()
-            connector.restore_callbacks()
-            connector.restore_precision_plugin_state()
-            connector.restore_optimizers_and_schedulers()
-            connector._loaded_checkpoint = {}
-            load_fused_scalars(self._model, told["scalars"])
-            set_rng_state(told["rng"])
-        else:  # this rank's own schedulers, callbacks and loops step by themselves when it leaves the batch
-            self._strategy.load_model_state_dict(checkpoint)
-            states = zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True)
-            own = [dict(self._strategy.optimizer_state(o)) | {"state": told["state"]} for o, told in states]
-            self._strategy.load_optimizer_state_dict({"optimizer_states": own})
+            self._groups = adopt_all(self._strategy, self._trainer, data)
+        else:
+            adopt_dense(self._strategy, self._trainer, data)
 
     def restore(self, recovery: Recovery) -> None:
         self.apart = False  # the new group is up, and this rank stands in it: hooks run collectives
@@ -387,61 +386,3 @@ class LiveRecovery:
         shards = local_shards(self._model)
         for hook in self._hooks:
             hook.restore_shards(recovery, lost, shards)
-
-
-def _back(decision: Decision, loop: int) -> bool:
-    """Whether a rank whose loop has left ``loop`` batches runs the last of them again."""
-    return decision.exchange is not None and decision.step < loop
-
-
-def _skip_batches(fit_loop: Any, batches: int, again: bool) -> tuple[Any, int] | None:
-    """Bring a fresh loader to batch ``batches`` of the epoch, by ``seek`` where all loaders have it, or by reading.
-
-    again: the batch before it will be run again: (that batch, its number in the epoch).
-    """
-    fetcher, loaders = fit_loop._data_fetcher, fit_loop._combined_loader.flattened
-    for loader in loaders:
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
-            if (set_epoch := getattr(sampler, "set_epoch", None)) is not None:
-                set_epoch(fit_loop.epoch_progress.current.processed)
-    skip = batches
-    if all(hasattr(loader, "seek") for loader in loaders):
-        skip = 1 if again else 0
-        for loader in loaders:
-            loader.seek(batches - skip)
-    iter(fetcher)
-    batch = None
-    for _ in range(skip):
-        batch, _, _ = next(fetcher)
-    fetcher.fetched -= skip  # the epoch loop adds them
-    return (batch, batches - 1) if again else None
-
-
-class _BatchStart:
-    """What a training step changes before an optimizer steps: RNG and metrics. Put back before it is run again."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._results = trainer.fit_loop.epoch_loop._results
-        self._logged = set(self._results)
-        modules = [m for m in trainer.lightning_module.modules() if _is_metric(m)]
-        self._metrics = [(m, _metric_state(m)) for m in (*modules, *self._results.values())]
-        self._rng = rng_state()
-
-    def restore(self) -> None:
-        for metric, state in self._metrics:
-            for name, value in state.items():
-                setattr(metric, name, value)
-        for name in set(self._results) - self._logged:
-            del self._results[name]
-        set_rng_state(self._rng)
-
-
-def _is_metric(module: nn.Module) -> bool:
-    return hasattr(module, "_defaults") and hasattr(module, "_update_count")
-
-
-def _metric_state(metric: Any) -> dict[str, Any]:
-    state = {name: getattr(metric, name) for name in metric._defaults}
-    copied: dict[str, Any] = {n: v.clone() if isinstance(v, Tensor) else list(v) for n, v in state.items()}
-    return copied | {"_update_count": metric._update_count}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_cpr._lightning import pl
 from lightning_cpr.errors import ConfigError
-from lightning_cpr.tables.pipeline import SparsePipeline
+from lightning_cpr.tables.pipeline import Item, SparsePipeline
 
 
 class PipelinedModule(pl.LightningModule):
@@ -31,6 +31,7 @@ class PipelinedModule(pl.LightningModule):
         self._pipeline: SparsePipeline | None = None
         self._source: Iterator[Any] | None = None
         self._exhausted = False
+        self._current: Item | None = None  # of the step that runs, once its batch has left the pipeline
 
     @property
     def in_flight(self) -> int:
@@ -44,25 +45,50 @@ class PipelinedModule(pl.LightningModule):
         """
         return 0 if self._pipeline is None else self._pipeline.start_over(replay)
 
+    def rebuild(self) -> None:
+        """Takes the pipeline apart after a lost peer; the next step builds it anew, with what was in flight first.
+
+        A new process builds its own with other collectives than a pipeline that runs already needs to go on.
+        """
+        self.reset()
+        if self._pipeline is not None and self._current is not None:
+            self._pipeline.put_first(self._current)
+        self._current = None
+        self.pause_pipeline()
+
+    def skip_step(self, dataloader_iter: Iterator[Any]) -> None:
+        """In place of `training_step`, after `rebuild`: the next batch is left out, the others have trained it."""
+        pipeline = self._open(dataloader_iter)
+        self._trained(*pipeline.skip_next(dataloader_iter))
+
     def training_output(self, output: Any, batch_idx: int) -> None:
         """Called after each batch with what ``forward`` returned besides the loss."""
 
     def training_step(self, dataloader_iter: Iterator[Any]) -> None:
         """Trains on one batch of the pipeline."""
-        pipeline = self._pipeline
-        if pipeline is None:
-            pipeline = self._pipeline = self._make_pipeline()
-        fetcher = self.trainer.fit_loop._data_fetcher
-        assert fetcher is not None
+        pipeline = self._open(dataloader_iter)
+        output, self._current = pipeline.train_next(dataloader_iter)
+        item = self._current
+        self.training_output(output, item[1])
+        self._step_schedulers("step")
+        self._trained(*item)
+
+    def _open(self, dataloader_iter: Iterator[Any]) -> SparsePipeline:
+        if self._pipeline is None:
+            self._pipeline = self._make_pipeline()
         if dataloader_iter is not self._source:
             self._source, self._exhausted = dataloader_iter, False
-        output, (batch, batch_idx, *_) = pipeline.train_next(dataloader_iter)
-        self.training_output(output, batch_idx)
-        self._step_schedulers("step")
-        # The loop ends an epoch when the loader is exhausted, and tells hooks of the batch fetched last.
+        return self._pipeline
+
+    def _trained(self, batch: Any, batch_idx: int, *_: Any) -> None:
+        """The loop ends an epoch when the loader is exhausted, and tells hooks of the batch fetched last."""
+        pipeline, fetcher = self._pipeline, self.trainer.fit_loop._data_fetcher
+        assert pipeline is not None
+        assert fetcher is not None
         self._exhausted = self._exhausted or fetcher.done
         fetcher.done = self._exhausted and not pipeline.in_flight
         fetcher._batch, fetcher._batch_idx = batch, batch_idx  # type: ignore[attr-defined]
+        self._current = None
 
     def _make_pipeline(self) -> SparsePipeline:
         model = self.trainer.strategy.model

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from lightning_cpr._lightning import pl
 from lightning_cpr.chain import Chain, exact_point
 from lightning_cpr.checkpoint_io import Version, load_sound
+from lightning_cpr.early_read import EarlyRead
 from lightning_cpr.errors import CorruptShardError, CPRError, ManifestError, RecoveryError
 from lightning_cpr.job import Job
 from lightning_cpr.policy.ledger import Event, Ledger, charge
@@ -84,6 +86,7 @@ class Restorer:
         self._emit = emit
         self._committed = committed
         self._parity = parity
+        self._early: EarlyRead | None = None
 
     def recover(
         self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, choose: Choose, ledger: Ledger
@@ -109,13 +112,23 @@ class Restorer:
         )
 
     def recover_lost(
-        self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, ledger: Ledger
+        self,
+        trainer: pl.Trainer,
+        failed: list[int],
+        at: Progress,
+        epoch: int,
+        ledger: Ledger,
+        left_out: Mapping[int, int],
+        early: EarlyRead | None = None,
     ) -> Recovered:
         """`recover` for ranks whose processes were replaced: the old group and its saves are gone already.
 
-        What the dead processes counted of their rows' updates is gone too.
+        What the dead processes counted of their rows' updates is gone too: the mean of the others stands for it.
+        left_out: by survivor that leaves the broken batch out, the samples up to which its shards are whole. early: on
+        a replacement, what it has begun to read.
         """
         started = time.monotonic()
+        self._early = early
         if self._job.rank == 0:
             self._job.kv.set("epoch", str(epoch))
             fence(self._storage, self._run_id, epoch)
@@ -127,14 +140,24 @@ class Restorer:
 
         before = self._saves.chain = self._job.from_rank_0(newest_chain)
         self._saves.tracker.settle(before.version)
-        from_parity = self._from_parity(failed, at, ledger, started)
+        from_parity = self._from_parity(failed, at, ledger, started, left_out)
         if from_parity is not None:
             return from_parity
+        everybody: list[Any] = [None] * self._job.world_size
+        dist.all_gather_object(everybody, self._saves.tracker.lost_updates()[0])
+        others = [count for rank, count in enumerate(everybody) if rank not in failed]
         why: tuple[Mode, str] = ("partial", "a process died and was replaced")
-        recovered = self._bring_back(trainer, failed, at, before, why, ledger, started)
-        return replace(recovered, lost_updates=None, lost_exact=False)
+        recovered = self._bring_back(trainer, failed, at, before, why, ledger, started, left_out)
+        return replace(recovered, lost_updates=len(failed) * sum(others) // len(others), lost_exact=False)
 
-    def _from_parity(self, failed: list[int], at: Progress, ledger: Ledger, started: float) -> Recovered | None:
+    def _from_parity(
+        self,
+        failed: list[int],
+        at: Progress,
+        ledger: Ledger,
+        started: float,
+        left_out: Mapping[int, int] = MappingProxyType({}),
+    ) -> Recovered | None:
         """The shards out of parity, if that is the freshest source and holds what it should; else nothing is settled.
 
         The survivors' rows, and what is known of them, stay as they are; a replacement's are all dirty.
@@ -163,7 +186,8 @@ class Restorer:
         samples = source.samples if whole else at.samples
         held = min(source.samples, samples)
         losses = {owner: (self._job.sharded_elements(owner), [held]) for owner in failed}
-        ledger, event = charge(ledger, samples, losses)
+        behind = {owner: (self._job.sharded_elements(owner), done) for owner, done in left_out.items()}
+        ledger, event = charge(ledger, samples, losses, behind)
         reason = "nothing is lost" if whole else f"the rows of step {source.step} are the newest"
         seconds = time.monotonic() - started
         read, rows = sum(b for _, b in everybody), sum(r for r, _ in everybody)
@@ -179,6 +203,7 @@ class Restorer:
         why: tuple[Mode, str],
         ledger: Ledger,
         started: float,
+        left_out: Mapping[int, int] = MappingProxyType({}),
     ) -> Recovered:
         """``before``: the newest version that stands, which the survivors' dirty rows are counted from."""
         mode, reason = why
@@ -201,7 +226,8 @@ class Restorer:
             rewound = Progress(manifest.step, manifest.samples)
             ledger, event = rewind_ledger(ledger, manifest.samples)
         else:
-            ledger, event = charge(ledger, at.samples, self._losses(failed, manifest))
+            behind = {owner: (self._job.sharded_elements(owner), held) for owner, held in left_out.items()}
+            ledger, event = charge(ledger, at.samples, self._losses(failed, manifest), behind)
         seconds = time.monotonic() - started
         return Recovered(plan, ledger, event, rewound, bytes_read, rows, seconds, 0, plan.mode == "full" or exact)
 
@@ -279,7 +305,10 @@ class Restorer:
                 rows = sum(shard.spec.rows for shard in self._job.owned)
                 bytes_read = sum(f.bytes for f in manifest.files) if self._job.rank == 0 else 0
             elif self._job.rank in failed:
-                report = read_into(self._storage, manifest, [s for s in self._job.owned if not s.spec.replicated])
+                own = [s for s in self._job.owned if not s.spec.replicated]
+                report = self._early.take(manifest.path) if self._early is not None else None
+                if report is None:
+                    report = read_into(self._storage, manifest, own, undefined=True)
                 bytes_read, rows = report.bytes_read, report.rows
                 chain = self._saves.chain
                 self.holds(manifest)

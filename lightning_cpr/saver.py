@@ -169,10 +169,17 @@ class BackgroundSaves:
     """
 
     def __init__(
-        self, job: Job, run: RunId, io: SaveIO, tracker: RowTracker, chain: Chain, keep: retention.Rules | None = None
+        self,
+        job: Job,
+        run: RunId,
+        io: SaveIO,
+        tracker: RowTracker,
+        chain: Chain,
+        keep: retention.Rules | None = None,
+        stager: Stager | None = None,
     ) -> None:
         self.job, self.run, self.io, self.tracker, self.chain, self.keep = job, run, io, tracker, chain, keep
-        self.stager = Stager()
+        self.stager = stager or Stager()
         self.failed_in_a_row = 0
         self.first_failure: CPRError | None = None
         self._writer: BackgroundWriter[Committed] = BackgroundWriter(io.cancel)
@@ -254,14 +261,18 @@ class BackgroundSaves:
         self.first_failure = self.first_failure or error
         return error
 
-    def abandon(self, timeout: float) -> None:
-        """Give up the save in flight, whose other ranks may be gone."""
+    def abandon(self, timeout: float) -> Stager:
+        """Give up the save in flight, whose other ranks may be gone. Returns a stager for the saves to come: this one,
+        with its buffers, unless the save still reads them."""
         self.io.cancel.set()
-        self.close(timeout)
+        return self.stager if self.close(timeout) else Stager()
 
-    def close(self, timeout: float) -> None:
-        """End the save in flight: wait for it, then cancel it. For exceptions and teardown; no collectives."""
+    def close(self, timeout: float) -> bool:
+        """End the save in flight: wait for it, then cancel it. For exceptions and teardown; no collectives. Returns
+        whether it has ended."""
         try:
             self._writer.close(timeout)
         except CommitError as error:
             log.error("%s", error)
+            return False
+        return True

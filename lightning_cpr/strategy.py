@@ -231,6 +231,12 @@ class TorchRecStrategy(DDPStrategy):
         return optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        def run() -> Any:
+            return self._training_step(*args, **kwargs)
+
+        return run() if self.live is None else self.live.training_step(run, *args, **kwargs)
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._rates is not None
         assert self.model is not None
         assert self.lightning_module is not None
@@ -252,7 +258,7 @@ class TorchRecStrategy(DDPStrategy):
         def run() -> Any:
             return self._optimizer_step(optimizer, closure, model, **kwargs)
 
-        return run() if self.live is None else self.live.step(run, closure)
+        return run() if self.live is None else self.live.optimizer_step(run, closure)
 
     def _optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)

@@ -29,6 +29,7 @@ CONFIG = Path(__file__).with_name("movielens.yaml")
 RANK, STEP, SAVE_EVERY = 1, 330, 50
 # What `job` imports below: a warm spare has it imported already.
 PRELOAD = "pytorch_lightning.cli,lightning_cpr.callback,recipes.dlrm,recipes.movielens"
+PHASES = ("detect", "replacement_start", "replacement_build", "rebuild", "restore")
 LABELS = {"none": "undisturbed", "wipe": "a shard wiped", "kill": "a process killed"}
 
 
@@ -111,15 +112,21 @@ def describe(event: dict[str, Any]) -> str:
             return f"[bold red]{at} rank {event['rank']}: {what}[/]"
         case "recovery":
             ranks = ", ".join(str(rank) for rank in event["failed"])
+            doubled = event.get("double_row_updates", 0)
+            twice = f"; at most {doubled} row updates of the broken batch are made twice" if doubled else ""
             others = "the other process lives on" if event.get("replaced") else "the others kept theirs"
             return (
                 f"[bold green]{at} rank {ranks}: {event['rows']} rows restored from step"
                 f" {split_version(event['version']).step} ({event['bytes_read'] / 1e6:.2f} MB read,"
-                f" {1e3 * event['seconds']:.0f} ms); {others}; PLS {event['pls']:.4f}[/]"
+                f" {1e3 * event['seconds']:.0f} ms); {others}; PLS {event['pls']:.4f}{twice}[/]"
             )
         case "rejoined":
-            phases = ", ".join(f"{k[:-2]} {1e3 * v:.0f} ms" for k, v in event.items() if k.endswith("_s"))
-            return f"[green]{at} all ranks stand together again: {phases}[/]"
+            took = {phase: f"{1e3 * event[f'{phase}_s']:.0f} ms" for phase in PHASES}
+            return (
+                f"[green]{at} both train on, {event['total_s']:.2f} s after the kill: noticed in {took['detect']},"
+                f" replacement running in {took['replacement_start']}, its model built in {took['replacement_build']},"
+                f" new group and dense part in {took['rebuild']}, rows in {took['restore']}[/]"
+            )
         case _:
             return ""
 

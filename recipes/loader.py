@@ -197,6 +197,10 @@ class ResumableLoader:
             yield batch.pin_memory() if self.pin_memory else batch
         self._exhausted = True
 
+    def seek(self, batches: int) -> None:
+        """Let the next iterator leave out this epoch's first ``batches`` steps, unread."""
+        self._start_at(self._epoch, batches * self._deal().step_rows)
+
     def _finished(self) -> bool:
         if self._running is None:
             return False

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 from lightning_cpr.errors import ConfigError
@@ -20,11 +21,15 @@ from lightning_cpr.errors import ConfigError
 
 @dataclass(frozen=True)
 class Loss:
-    """One failed owner: its sharded elements, and the samples up to which its state came back."""
+    """One failed owner: its sharded elements, and the samples up to which its state came back.
+
+    ``kept``: it lost nothing that it held, but left out the samples from ``held`` on: no recovery of its own.
+    """
 
     owner: int
     elements: int
     held: int
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Ledger:
 
     def last_recovery(self, owner: int) -> int:
         """Samples at the owner's last recovery, 0 if it never failed."""
-        return max((c.samples for c in self.charges for loss in c.losses if loss.owner == owner), default=0)
+        events = [(c.samples, loss) for c in self.charges for loss in c.losses]
+        return max((samples for samples, loss in events if loss.owner == owner and not loss.kept), default=0)
 
     @property
     def lost(self) -> int:
@@ -83,8 +89,15 @@ class Ledger:
         return replay(data["total_elements"], [event_from_json(c) for c in data["charges"]])
 
 
-def make_charge(ledger: Ledger, samples: int, failed: Mapping[int, tuple[int, Sequence[int]]]) -> Charge:
-    """The event of a failure at ``samples``. ``failed``: by owner, its elements and its shards' complete samples.
+Failed = Mapping[int, tuple[int, Sequence[int]]]
+"""By owner: its elements, and the samples that each of its shards is complete to."""
+
+LeftOut = Mapping[int, tuple[int, int]]
+"""By owner that kept its shards but left samples out: its elements, and the samples up to which they are whole."""
+
+
+def make_charge(ledger: Ledger, samples: int, failed: Failed, left_out: LeftOut = MappingProxyType({})) -> Charge:
+    """The event of a failure at ``samples``.
 
     An owner is as old as its oldest shard, but never older than its last recovery: what that lost is charged already.
     Raises ConfigError where a shard claims samples that have not been done, or an owner has no shard but elements.
@@ -97,12 +110,15 @@ def make_charge(ledger: Ledger, samples: int, failed: Mapping[int, tuple[int, Se
             raise ConfigError(f"owner {owner} complete at {list(complete)} samples: must be 0..{samples}, those done")
         held = max(min(complete, default=samples), ledger.last_recovery(owner))
         losses.append(Loss(owner, elements, held))
+    losses += [Loss(owner, elements, held, kept=True) for owner, (elements, held) in sorted(left_out.items())]
     return Charge(samples, tuple(losses))
 
 
-def charge(ledger: Ledger, samples: int, failed: Mapping[int, tuple[int, Sequence[int]]]) -> tuple[Ledger, Charge]:
+def charge(
+    ledger: Ledger, samples: int, failed: Failed, left_out: LeftOut = MappingProxyType({})
+) -> tuple[Ledger, Charge]:
     """`make_charge`, applied. Log the event: `replay` of all events gives the ledger back."""
-    event = make_charge(ledger, samples, failed)
+    event = make_charge(ledger, samples, failed, left_out)
     return apply(ledger, event), event
 
 
@@ -143,7 +159,10 @@ def event_to_json(event: Event) -> dict[str, Any]:
     """Plain JSON values: one line of the event log."""
     if isinstance(event, Rewind):
         return {"event": "rewind", "samples": event.samples}
-    losses = [{"owner": x.owner, "elements": x.elements, "held": x.held} for x in event.losses]
+    losses = [
+        {"owner": x.owner, "elements": x.elements, "held": x.held} | ({"kept": True} if x.kept else {})
+        for x in event.losses
+    ]
     return {"event": "charge", "samples": event.samples, "losses": losses}
 
 
@@ -152,5 +171,6 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
     if data.get("event") == "rewind":
         return Rewind(data["samples"])
     if data.get("event") == "charge":
-        return Charge(data["samples"], tuple(Loss(x["owner"], x["elements"], x["held"]) for x in data["losses"]))
+        losses = (Loss(x["owner"], x["elements"], x["held"], x.get("kept", False)) for x in data["losses"])
+        return Charge(data["samples"], tuple(losses))
     raise ConfigError(f"ledger event {data.get('event')!r}: must be one of charge, rewind")

@@ -1,8 +1,9 @@
 """A guardian's child: imports what training needs, waits for its order, then is the user's script.
 
-``python child.py --control FD [--script S] [module ...]`` imports what S imports at its top, and the modules. The order
-is one JSON line on the pipe FD: script, args, module, and, for a replacement, ``replaces`` (why). A replacement
-announces its epoch before it runs the script, so that survivors are freed early.
+``python child.py --control FD [--script S] [--modules F] [module ...]`` imports what S imports at its top, the modules,
+and those that a trainer listed in F (`guardian.note_modules`). The order is one JSON line on the pipe FD: script, args,
+module, and, for a replacement, ``replaces`` (why) and ``died_at`` (when, ``time.time()``). A replacement announces its
+epoch before it runs the script, so that survivors are freed early.
 
 Nothing of lightning_cpr is imported before the script's own imports: it builds on the Lightning that is loaded first.
 """
@@ -17,6 +18,7 @@ import logging
 import mmap
 import os
 import runpy
+import select
 import struct
 import sys
 import time
@@ -40,13 +42,13 @@ def imports_of(source: str) -> list[str]:
     return names
 
 
-def warm_up(modules: Iterable[str]) -> None:
-    """Import modules; one that fails is the script's matter when its turn comes."""
+def warm_up(modules: Iterable[str], level: int = logging.WARNING) -> None:
+    """Import modules; one that fails is told at ``level``, and the script's matter when its turn comes."""
     for name in modules:
         try:
             importlib.import_module(name)
         except Exception as e:
-            log.warning("not imported ahead: %s (%s)", name, e)
+            log.log(level, "not imported ahead: %s (%s)", name, e)
 
 
 def heartbeat() -> Callable[[], int] | None:
@@ -80,10 +82,10 @@ def _run(order: dict[str, Any]) -> None:
         runpy.run_path(order["script"], run_name="__main__")
 
 
-def _announce(reason: str) -> None:
+def _announce(reason: str, died_at: float) -> None:
     from lightning_cpr.recovery.membership import REPLACES_ENV, announce, store_from_env
 
-    os.environ[REPLACES_ENV] = str(announce(store_from_env()(60.0), int(os.environ["RANK"]), reason))
+    os.environ[REPLACES_ENV] = str(announce(store_from_env()(60.0), int(os.environ["RANK"]), reason, died_at))
 
 
 def _end_with(error: Exception) -> None:
@@ -120,13 +122,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="child")
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--script")
+    parser.add_argument("--modules", type=Path, dest="listed")
     parser.add_argument("modules", nargs="*")
     options = parser.parse_args()
     sys.path[0] = str(Path(options.script).resolve().parent) if options.script else os.getcwd()
     if options.modules or options.script:
         warm_up([*_imports(options.script), *options.modules, *BASE_MODULES])
-        if (beat := heartbeat()) is not None:
-            beat()
+        if options.listed is not None:
+            warm_up(json.loads(options.listed.read_text()), logging.DEBUG)
+        ordered, _, _ = select.select([options.control], [], [], 0)
+        if not ordered and (beat := heartbeat()) is not None:
+            beat()  # the spare is warm; a trainer's first beat says that it has begun, from then on silence counts
     with os.fdopen(options.control) as control:
         line = control.readline()
     if not line:
@@ -136,7 +142,7 @@ def main() -> None:
     sys.path[0] = os.getcwd() if script is None else str(Path(script).resolve().parent)
     if "replaces" in order:
         warm_up(_imports(script))
-        _announce(order["replaces"])
+        _announce(order["replaces"], order["died_at"])
     try:
         _run(order)
     except Exception as e:

@@ -128,7 +128,7 @@ def _way_back(alive: Sequence[Holding], lost: Sequence[int]) -> Decision | None:
 
 _LOST_PEER = re.compile(
     r"gloo|connection closed by peer|connection reset by peer|broken pipe|socket closed|read error|write error"
-    r"|timed out waiting|nccl (communicator|error)|process group.*abort",
+    r"|timed out waiting|timeout caused pair closure|nccl (communicator|error)|process group.*abort",
     re.IGNORECASE,
 )
 

@@ -148,6 +148,9 @@ class Child:
 class Guardian:
     """Runs one rank until it has finished or cannot be helped.
 
+    Its spare starts once the trainer has noted what it has imported, see `note_modules`: not before, for the spare's
+    imports would slow the trainer's own start.
+
     Args:
         order: what the trainer runs: script, args, module.
         preload: arguments of a spare: what it imports.
@@ -176,6 +179,7 @@ class Guardian:
         self._trainer = Child()
         self._spare: Child | None = None
         self._spare_is_warm = False
+        self._modules = modules_note(os.environ.get(JOB_DIR_ENV, ""), rank)
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -212,8 +216,9 @@ class Guardian:
             silent = self._trainer.silent_for(time.monotonic())
             if silent is None:
                 continue
-            if self._spare is None and self._spares > 0:  # not before: its imports would slow the trainer's start
-                self._spare, self._spare_is_warm = Child(self._preload), False
+            if self._spare is None and self._spares > 0 and self._modules.exists():
+                self._spare = Child([f"--modules={self._modules}", *self._preload])
+                self._spare_is_warm = False
             elif self._spare is not None and not self._spare_is_warm and self._spare.silent_for(0.0) is not None:
                 self._spare_is_warm = True
                 log.info("rank %d: spare %d is warm", self._rank, self._spare.process.pid)
@@ -224,15 +229,16 @@ class Guardian:
         return None
 
     def _replace(self, reason: str) -> None:
-        old, spare = self._trainer, self._spare
+        old, spare, died_at = self._trainer, self._spare, time.time()
         old.release()
+        self._modules.unlink(missing_ok=True)
         self._replaced_at.append(time.monotonic())
         if spare is not None and spare.process.poll() is not None:
             log.warning("rank %d: its spare is dead", self._rank)
             spare.release()
             spare = None
         self._trainer, self._spare = spare or Child(), None
-        kind = "warm spare" if spare else "new process"
+        kind = "new process" if spare is None else "warm spare" if self._spare_is_warm else "spare (still importing)"
         log.warning(
             "rank %d: trainer %d %s; %s %d takes over",
             self._rank,
@@ -241,7 +247,7 @@ class Guardian:
             kind,
             self._trainer.process.pid,
         )
-        self._trainer.assign(**self._order, replaces=reason)
+        self._trainer.assign(**self._order, replaces=reason, died_at=died_at)
 
 
 def _die_with_parent() -> None:
@@ -252,6 +258,25 @@ def _die_with_parent() -> None:
 
 
 _LIBC = ctypes.CDLL(None)
+
+
+def modules_note(job_dir: str, rank: int) -> Path:
+    """Where `note_modules` of this rank writes."""
+    return Path(job_dir, f"modules-{rank}.json")
+
+
+def note_modules(job_dir: str | None, rank: int) -> None:
+    """Say what this trainer has imported, now that it trains: its spare imports the same, lazy imports included."""
+    if job_dir:
+        names = [name for name, module in list(sys.modules.items()) if _is_importable(name, module)]
+        note = modules_note(job_dir, rank)
+        note.with_suffix(".new").write_text(json.dumps(names))
+        note.with_suffix(".new").rename(note)
+
+
+def _is_importable(name: str, module: object) -> bool:
+    spec = getattr(module, "__spec__", None)
+    return name != "__main__" and getattr(spec, "name", None) == name
 
 
 def note_user_error(job_dir: str | None, rank: int, error: str, code: int, report: str = "") -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,7 +48,13 @@ class LiveState(Protocol):
 
 @dataclass(frozen=True)
 class Recovery:
-    """One recovery. ``seconds`` by phase (meet, form, rebind, dense, restore). ``error``: what this rank saw break."""
+    """One recovery.
+
+    ``seconds`` by phase: on a survivor ``detect`` (from the end of the first lost process until this rank noticed; by
+    the wall clocks of two hosts, where they are two), on a replacement ``start`` (from there until its script ran) and
+    ``build`` (until it met the others); then meet, form, rebind, dense, restore. ``error``: what this rank saw break.
+    ``died_at``: when the first lost process ended, ``time.time()``.
+    """
 
     epoch: int
     rank: int
@@ -55,6 +62,7 @@ class Recovery:
     holdings: tuple[Holding, ...]
     seconds: dict[str, float]
     error: str = ""
+    died_at: float = 0.0
 
     @property
     def lost(self) -> bool:
@@ -71,6 +79,7 @@ def recover(
     met: Epoch | None = None,
     error: str = "",
     device: torch.device | None = None,
+    reached: Mapping[str, float] | None = None,
 ) -> Recovery:
     """Meet the other ranks in an epoch above ``after`` and bring the job back to one agreed step.
 
@@ -79,11 +88,13 @@ def recover(
         position: of this rank in the run, for replacements (`Membership.meet`).
         met: the epoch in which a replacement has met the others already, and after whose agreed step it stands.
         error: what this rank saw break.
+        reached: when (``time.time()``) this rank reached a phase before this call, in order; None: it notices now.
 
     Raises:
         RecoveryError: it cannot be done in place; the process should end, for the next step down.
     """
     planned = None if met is None else elect(met.holdings).step
+    reached, since = dict(reached or {"detect": time.time()}), after if met is None else met.number - 1
     while True:
         clock = _Clock()
         epoch = met or membership.meet(holding, after, position)
@@ -97,7 +108,9 @@ def recover(
             raise RecoveryError(
                 f"this replacement prepared for step {planned}, but the job goes on from {decision.step}"
             )
-        recovery = Recovery(epoch.number, membership.rank, decision, epoch.holdings, clock.seconds, error)
+        died_at = membership.died_at(since, epoch.number)
+        clock.seconds = _durations(died_at, reached) | clock.seconds
+        recovery = Recovery(epoch.number, membership.rank, decision, epoch.holdings, clock.seconds, error, died_at)
         try:
             _bring_together(recovery, state, clock, device or torch.device("cpu"))
         except RuntimeError as e:
@@ -140,6 +153,15 @@ def broadcast_bytes(data: bytes | None, src: int, device: torch.device) -> bytes
         payload = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(payload, src)
     return data if data is not None else payload.cpu().numpy().tobytes()
+
+
+def _durations(start: float, reached: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each phase, from when each was reached."""
+    spent = {}
+    for phase, moment in reached.items():
+        spent[phase] = max(0.0, moment - start)
+        start = max(start, moment)
+    return spent
 
 
 class _Clock:

@@ -6,8 +6,9 @@ meet again. Each epoch has its own group on its own store prefix; a prefix is ne
 start. Nothing is a collective until the group stands.
 
 Keys, under ``cpr/<run id>/<restart>/``: ``epoch`` (a counter), ``epoch/<n>`` (why n began), ``<n>/position/<rank>``,
-``<n>/hold/<rank>``, ``<n>/ready/<rank>``, ``<n>/ports/<rank>``, ``<n>/pg/...`` (the group's own), ``error`` (a Python
-exception somewhere: no peer was lost).
+``<n>/hold/<rank>``, ``<n>/ready/<rank>``, ``<n>/ports/<rank>``, ``<n>/broke`` (a rank has left the group: a collective
+of it failed or took too long), ``<n>/pg/...`` (the group's own), ``error`` (a Python exception somewhere: no peer was
+lost).
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ _JOIN_POLL_S = 0.005
 class Timeouts:
     """Seconds. Each wait has one; `check` says what must hold between them.
 
-    collective: of the process group. announce: from a broken collective until a replacement announces itself. join:
-    from there until all ranks are ready for the new group (a replacement builds its model first). free: until a
-    survivor that was told of a new epoch has left its collective; else it ends itself, and is replaced.
+    collective: of the process group; a rank for which the others wait longer, whatever it does, is stuck. announce:
+    from a broken collective until a replacement announces itself. join: from there until all ranks are ready for the
+    new group (a replacement builds its model first). free: until a rank that was told of a new epoch, or that others
+    have left the group, has left it too; else it is stuck, ends itself, and is replaced.
     """
 
     collective: float = 60.0
-    announce: float = 45.0
+    announce: float = 120.0  # a busy host takes its time to import torch
     join: float = 180.0
     free: float = 20.0
 
@@ -59,6 +61,8 @@ class Timeouts:
             raise ConfigError(f"{self}: all must be above 0")
         if self.join < self.announce:
             raise ConfigError(f"{self}: a cold replacement needs join >= announce")
+        if self.announce <= self.free:
+            raise ConfigError(f"{self}: the replacement of a stuck rank comes after 'free', so announce must be longer")
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ class Membership:
         self._changed = threading.Condition()
         self._closing = False
         self._asked_to_end = 0
-        self._watcher: threading.Thread | None = None
+        self._watcher = threading.Thread(target=self._watch, name="cpr-membership", daemon=True)
+        self._watcher.start()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ, **kwargs: object) -> Membership:
@@ -122,6 +127,8 @@ class Membership:
         Raises:
             RecoveryError: no newer epoch, a rank that did not come, or an exception in the user's code on some rank.
         """
+        if self._group_up:
+            self.store.set(f"{self.epoch}/broke", "")
         self.leave()
         number = self._wait_newer(after)
         deadline = time.monotonic() + self.timeouts.join
@@ -137,6 +144,11 @@ class Membership:
     def position_of(self, epoch: Epoch, rank: int) -> str:
         """The ``position`` that ``rank`` gave when it met the others."""
         return self.store.get(f"{epoch.number}/position/{rank}").decode()
+
+    def died_at(self, after: int, epoch: int) -> float:
+        """When (``time.time()`` of their hosts) the first of the processes ended that were replaced in the epochs above
+        ``after``, up to ``epoch``."""
+        return min(float(json.loads(self.store.get(f"epoch/{n}"))["died_at"]) for n in range(after + 1, epoch + 1))
 
     def form(self, epoch: Epoch) -> bool:
         """Make the process group of an epoch with all its ranks. False if a newer epoch has begun: `meet` again."""
@@ -176,8 +188,7 @@ class Membership:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if self._watcher is not None:
-            self._watcher.join(timeout=5.0)
+        self._watcher.join(timeout=5.0)
 
     def _current(self) -> int:
         return self.store.add("epoch", 0)
@@ -226,18 +237,16 @@ class Membership:
         with self._changed:
             self.epoch, self._group_up = number, True
             self._changed.notify_all()
-        if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, name="cpr-membership", daemon=True)
-            self._watcher.start()
 
-    # The watcher thread. Its store client is its own: a client serves one blocking call at a time.
+    # The watcher thread, which is the heartbeat too, from before the first group on: building a model may take long.
+    # Its store client is its own: a client serves one blocking call at a time.
 
     def _watch(self) -> None:
         store = self._connect(self.timeouts.collective)
         while not self._closing:
             number = self.epoch
             try:
-                moved = store.add("epoch", 0) > number
+                moved = store.add("epoch", 0) > number or (self._group_up and store.check([f"{number}/broke"]))
             except RuntimeError as e:
                 log.warning("the job's store is gone, nobody watches for failures any more: %s", e)
                 return
@@ -273,7 +282,10 @@ class Membership:
         while self.epoch == number and not self._closing:
             if self._group_up and time.monotonic() > deadline:
                 log.error(
-                    "rank %d did not leave epoch %d within %g s: ending it", self.rank, number, self.timeouts.free
+                    "rank %d is stuck: the others left epoch %d, it did not within %g s: ending it",
+                    self.rank,
+                    number,
+                    self.timeouts.free,
                 )
                 os.kill(os.getpid(), signal.SIGKILL)
             self._pause(0.5)
@@ -300,10 +312,10 @@ def store_from_env(env: Mapping[str, str] = os.environ) -> Callable[[float], dis
     return connect
 
 
-def announce(store: dist.Store, rank: int, reason: str) -> int:
-    """Begin a new epoch: a replacement for ``rank`` is on its way. Returns the epoch's number."""
+def announce(store: dist.Store, rank: int, reason: str, died_at: float) -> int:
+    """Begin a new epoch: a replacement for ``rank``, which ended at ``died_at``, is on its way. Returns its number."""
     number = store.add("epoch", 1)
-    store.set(f"epoch/{number}", json.dumps({"rank": rank, "reason": reason}))
+    store.set(f"epoch/{number}", json.dumps({"rank": rank, "reason": reason, "died_at": died_at}))
     return number
 
 

@@ -3,7 +3,8 @@
 A read runs in two passes. The first fetches every block that the targets need and checks its hash, keeping what fits
 into ``cache_bytes``; only when all is sound does the second write to the targets, fetching again (and checking again)
 what was not kept. So damage is found while the targets are untouched, and memory stays bounded: with 2 GiB most shards
-are read once, larger ones are read twice rather than staged as a whole.
+are read once, larger ones are read twice rather than staged as a whole. Targets whose content is lost anyway are
+written in one pass, each block once it is checked.
 """
 
 from __future__ import annotations
@@ -57,12 +58,14 @@ def read_into(
     threads: int = THREADS,
     cache_bytes: int = CACHE_BYTES,
     progress: Progress | None = None,
+    undefined: bool = False,
 ) -> ReadReport:
     """Overwrite live shards, of any plan, with the rows of a version; the weights alone if not ``with_states``.
 
     Row-wise optimizer state: where a target spans several saved column blocks, the mean of theirs weighted by width
     (exact for row-wise Adagrad, a mean of squares over the block); where it is part of one block, a copy.
-    progress: called with (bytes checked, bytes in all).
+    progress: called with (bytes checked, bytes in all). undefined: the targets hold nothing worth keeping, so that
+    one pass does, and an error leaves them undefined.
 
     Raises:
         IncompatiblePlanError: tables, shapes, dtypes or states differ; lists all. No target was changed.
@@ -81,10 +84,12 @@ def read_into(
         used = [(manifest.files[at], mine) for at, mine in sorted(needs.items())]
         list(pool.map(fetcher.index, [entry for entry, _ in used]))
         pieces = [piece for entry, mine in used for piece in fetcher.pieces(entry, mine)]
-        kept = _check_all(pool, fetcher, pieces, 2 * threads, cache_bytes, progress)
+        kept = {} if undefined else _check_all(pool, fetcher, pieces, 2 * threads, cache_bytes, progress)
         try:
             _write_all(pool, fetcher, pieces, kept, shards, 2 * threads)
         except CPRError as error:
+            if undefined:
+                raise
             text = "storage failed after everything was checked; the targets hold a mix, restore them again"
             raise RecoveryError(f"{text}: {error}") from error
     rows = sum(spec.rows for spec in specs)
@@ -147,7 +152,7 @@ def _write_all(
     shards: Sequence[Shard],
     depth: int,
 ) -> None:
-    """The second pass: everything was checked once, now the targets are written, by this thread alone."""
+    """The second pass, or the only one: the targets are written, by this thread alone."""
     means = {
         (need.shard, name): torch.zeros(len(state), dtype=torch.float64)
         for piece in pieces

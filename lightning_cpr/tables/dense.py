@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchrec.distributed import DistributedModelParallel
@@ -50,6 +50,13 @@ def dense_state(model: nn.Module) -> dict[str, Any]:
         else:
             module._save_to_state_dict(state, prefix, keep_vars=False)
     return state
+
+
+def dense_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """(module, name in it, buffer) of every buffer that is no table's, the non-persistent ones included."""
+    for _, module in walk(model):
+        if not isinstance(module, SHARDED + PLAIN):
+            yield from ((module, name, value) for name, value in module._buffers.items() if value is not None)
 
 
 def load_dense_state(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:

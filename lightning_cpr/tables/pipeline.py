@@ -61,13 +61,31 @@ class SparsePipeline(TrainPipelineSparseDist[Any, Any]):
         Raises:
             StopIteration: the source is exhausted and nothing is in flight.
         """
-        if source is not self._source:
-            self.start_over(replay=False)
-            self._source = source
+        self._follow(source)
         if self._feed is None:
             self._feed = _Feed(source, self._replay, self._pending)
         output = self.progress(self._feed)
         return output, self._pending.popleft()
+
+    def skip_next(self, source: Iterator[Item]) -> Item:
+        """Takes the item that `train_next` would train on, without training. Only while the pipeline is empty.
+
+        Raises:
+            StopIteration: as `train_next`.
+        """
+        self._follow(source)
+        assert not self._pending, "start_over comes first"
+        return self._replay.popleft() if self._replay else next(source)
+
+    def put_first(self, item: Item) -> None:
+        """Train on ``item`` next. Only while the pipeline is empty."""
+        assert not self._pending, "start_over comes first"
+        self._replay.appendleft(item)
+
+    def _follow(self, source: Iterator[Item]) -> None:
+        if source is not self._source:
+            self.start_over(replay=False)
+            self._source = source
 
     def start_over(self, replay: bool) -> int:
         """Empties the pipeline; after an error, or where an epoch ends. Returns how many batches were in flight.

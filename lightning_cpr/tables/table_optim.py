@@ -20,6 +20,7 @@ from lightning_cpr.errors import ConfigError, UnsupportedError
 from lightning_cpr.tables import _optim
 from lightning_cpr.tables._modules import TableInfo, sharded_collections, tables
 from lightning_cpr.tables.scalars import fused_kernels
+from lightning_cpr.tables.shards import global_shards
 
 FUSED_GROUP = "fused"
 """``name`` of the param groups that `FusedRates.attach` adds to an optimizer."""
@@ -31,6 +32,12 @@ _DEFAULT_EPS = 1e-8
 def has_fused_updates(model: nn.Module) -> bool:
     """Whether some table is updated in backward, out of reach of loss scaling, clipping and gradient accumulation."""
     return any(info.fused for info in tables(model))
+
+
+def sharded_dense_tables(model: nn.Module) -> list[str]:
+    """Tables in dense kernels that are split over ranks: updated by an ordinary optimizer, not in backward."""
+    replicated = {spec.table for spec in global_shards(model) if spec.replicated}
+    return sorted(i.fqn for i in tables(model) if i.kernel is not None and not i.fused and i.fqn not in replicated)
 
 
 def undeclared_fused_tables(model: nn.Module) -> list[str]:

@@ -103,6 +103,7 @@ class RowTracker:
         self._count = count
         self._tracks: dict[ShardSpec, _Track] = {}
         self._taken: tuple[str, dict[ShardSpec, _Taken]] | None = None
+        self.updates = 0  # of rows of the shards, since this was made
         self.adopt(shards)
         self._hook = register_lookup_hook(model, self._observe, when="backward")
 
@@ -134,6 +135,7 @@ class RowTracker:
         if track is None:
             return
         track.lookups += ids.numel()
+        self.updates += ids.numel()
         if track.flags is None:
             return
         if ids.is_cpu:

@@ -3,7 +3,8 @@
     lightning-cpr run --nproc-per-node 2 fit_job.py --out DIR --kill rank:step:point
 
 Points: forward, backward, optimizer, batch_end. Steps count from 1. A rank's very first process fires a kill only.
-``--lose rank:step`` makes a rank believe before its dense step that a peer is gone.
+``--lose rank:step`` makes a rank believe before its dense step that a peer is gone. ``--kind``: the model. With
+``--sync`` manual and pipelined ones run a collective after their optimizer step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.recovery.live import Recovery
 from lightning_cpr.recovery.membership import REPLACES_ENV
 from lightning_cpr.spec import Shard, ShardSpec
@@ -31,11 +33,13 @@ from lightning_cpr.strategy import TorchRecStrategy
 from lightning_cpr.tables.dense import dense_state
 from lightning_cpr.tables.replicas import replicated_state
 from lightning_cpr.tables.shards import local_shards
-from tests._tiny import Tiny, make_loader, make_trainer
+from tests._tiny import Tiny, TinyNet, fill_tables, make_loader, make_trainer
 
 
 class Model(Tiny):
     """Tiny with dropout, a metric, and a schedule, so that RNG, metrics and rates are part of what must come back."""
+
+    sync = False
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(dense="adam", **kwargs)
@@ -48,9 +52,58 @@ class Model(Tiny):
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.net.mlp.parameters(), lr=0.01)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return scheduled(self.net)
+
+
+class Manual(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = Tiny.training_step(self, batch, batch_idx) * (1 + torch.rand(()))
+        self.mean.update(torch.tensor(float(batch_idx)))
+        self.manual_backward(loss)
+        optimizer.step()
+        self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+        self.log("loss", loss.detach(), on_step=True, on_epoch=True, sync_dist=Model.sync, batch_size=4)
+
+
+class Pipelined(PipelinedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = TinyNet()
+        self.mean = MeanMetric()
+        self.seen: list[int] = []
+
+    def on_fit_start(self) -> None:
+        fill_tables(self)
+
+    def forward(self, batch: Any) -> Any:
+        loss, _ = self.net(batch)
+        return loss, loss.detach()
+
+    def training_output(self, output: Any, batch_idx: int) -> None:
+        self.mean.update(torch.tensor(float(batch_idx)))
+        self.seen.append(batch_idx)
+        self.log("loss", output, on_step=True, on_epoch=True, sync_dist=Model.sync, batch_size=4)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch)
+
+    def configure_optimizers(self) -> Any:
+        return scheduled(self.net)
+
+
+def scheduled(net: TinyNet) -> Any:
+    optimizer = torch.optim.Adam(net.mlp.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+KINDS = {"automatic": Model, "manual": Manual, "pipelined": Pipelined}
 
 
 def digest(tensors: dict[str, Any]) -> str:
@@ -117,7 +170,8 @@ class Probe(pl.Callback):
         loop = trainer.fit_loop
         counts = {"total": loop.total_batch_idx, "stepped": loop.epoch_loop._batches_that_stepped}
         where = {"step": trainer.global_step, "batch": batch_idx, "epoch": trainer.current_epoch}
-        self.record("step", skipped=not outputs, **where, **counts)
+        data = float(batch.dense_features.double().sum())
+        self.record("step", skipped=not outputs, data=data, **where, **counts)
         self.strike(trainer, "batch_end")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -153,10 +207,13 @@ def main() -> None:
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--raise-at", default="")
     parser.add_argument("--lose", default="")
+    parser.add_argument("--kind", choices=list(KINDS), default="automatic")
+    parser.add_argument("--sync", action="store_true")
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    Model.sync = options.sync
     faulthandler.register(signal.SIGUSR1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     strategy = TorchRecStrategy(plan={"a": "row_wise", "b": "table_wise", "c": "data_parallel"})
@@ -165,7 +222,7 @@ def main() -> None:
         world, strategy, callbacks=[probe], max_epochs=options.epochs, val_check_interval=0.5, limit_val_batches=2,
         num_sanity_val_steps=1,
     )  # fmt: skip
-    trainer.fit(Model(), make_loader(rank, options.batches), make_loader(rank, 2))
+    trainer.fit(KINDS[options.kind](), make_loader(rank, options.batches), make_loader(rank, 2))
 
 
 if __name__ == "__main__":

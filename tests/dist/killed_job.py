@@ -1,24 +1,41 @@
-"""A CPRCallback job for ``lightning-cpr run`` whose ranks are killed for real: see test_killed_process.py."""
+"""A CPRCallback job for ``lightning-cpr run`` whose ranks are killed for real: see test_killed_process.py.
+
+``--kill rank:step:point[:attempt]``: in this attempt of the job (0). Points: those of `FaultInjector`; backward,
+optimizer; sanity, validation, checkpoint (Lightning's own), epoch_end; restore (of the rank's first replacement).
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from lightning_cpr import CPRCallback, FaultInjector, TorchRecStrategy
 from lightning_cpr._lightning import Callback
+from lightning_cpr.faults import Point
+from lightning_cpr.recovery.membership import REPLACES_ENV
+from lightning_cpr.tables.dense import dense_state
 from tests._tiny import Tiny, make_loader, make_trainer
 from tests.dist.test_main_job import rows_of
 
+RANK = int(os.environ.get("RANK", "0"))
 
-def sums(model: Any) -> dict[str, float]:
-    return {name: rows.double().sum().item() for name, rows in rows_of(model).items()}
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def digests(model: Any) -> dict[str, str]:
+    return {name: digest(rows) for name, rows in rows_of(model).items()}
 
 
 class Recorded(CPRCallback):
@@ -27,47 +44,87 @@ class Recorded(CPRCallback):
     record: Record
 
     def restore_shards(self, recovery: Any, lost: Any, shards: Any) -> None:
-        before = sums(self.job.module)
+        before = digests(self.job.module)
+        if recovery.lost:
+            self.record.strike(0, "restore")
         super().restore_shards(recovery, lost, shards)
-        self.record.write("restored", rows=sums(self.job.module), rows_before=before)
+        self.record.write(
+            "restored", rows=digests(self.job.module), rows_before=before, lost=list(recovery.decision.lost)
+        )
 
 
 class Record(Callback):
-    """Writes what this process sees, one JSON line each: pid, digests of its rows, steps."""
+    """Writes what this process sees, one JSON line each: pid, digests of its rows, steps. Kills it as told."""
 
-    def __init__(self, out: Path) -> None:
-        self.file = (out / f"{os.environ['RANK']}-{os.getpid()}.jsonl").open("a", buffering=1)
+    def __init__(self, out: Path, kills: list[list[str]]) -> None:
+        self.out = out
+        self.file = (out / f"{RANK}-{os.getpid()}.jsonl").open("a", buffering=1)
+        self.kills = kills
         self.write("start")
 
     def write(self, event: str, **told: Any) -> None:
         self.file.write(json.dumps({"event": event, "time": time.time(), **told}) + "\n")
 
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        step = trainer.fit_loop.total_batch_idx + 1
-        self.write("before", step=step, rows=sums(trainer.model))
+    def strike(self, step: int, point: str) -> None:
+        attempt, mark = os.environ["TORCHELASTIC_RESTART_COUNT"], self.out / f"killed-{RANK}-{step}-{point}"
+        fresh = REPLACES_ENV in os.environ
+        told = [str(RANK), str(step), point, attempt] in self.kills
+        if told and not mark.exists() and fresh == (point == "restore"):
+            mark.touch()
+            self.write("kill", step=step, point=point)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+    def on_before_backward(self, trainer: Any, *args: Any) -> None:
+        self.strike(trainer.fit_loop.total_batch_idx + 1, "backward")
+
+    def on_before_optimizer_step(self, trainer: Any, *args: Any) -> None:
+        self.strike(trainer.fit_loop.total_batch_idx + 1, "optimizer")
+
+    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.strike(trainer.global_step, "sanity" if trainer.sanity_checking else "validation")
+
+    def on_save_checkpoint(self, trainer: Any, *args: Any) -> None:
+        self.strike(trainer.global_step, "checkpoint")
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        self.strike(trainer.global_step, "epoch_end")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.fit_loop.total_batch_idx + 1
-        self.write("step", step=step, rows=sums(trainer.model))
+        data = float(batch.dense_features.double().sum())
+        self.write("step", step=step, rows=digests(trainer.model), batch=batch_idx, data=data)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill", action="append", default=[])
+    parser.add_argument("--validate", action="store_true", help="and let ModelCheckpoint save every 5 steps")
+    parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    injector = FaultInjector()
+    injector, kills = FaultInjector(), []
     for kill in options.kill:
-        rank, step, point = kill.split(":")
-        injector.kill(int(rank), int(step), point)  # type: ignore[arg-type]
+        rank, step, point, attempt = [*kill.split(":"), "0"][:4]
+        if point in get_args(Point):
+            injector.kill(int(rank), int(step), point, int(attempt))
+        else:
+            kills.append([rank, step, point, attempt])
     cpr = Recorded(str(options.out / "root"), save_every_n_steps=10, timeout_s=30)
-    cpr.record = record = Record(options.out)
+    cpr.record = record = Record(options.out, kills)
+    callbacks: list[Any] = [cpr, record, injector]
+    loaders, more = [make_loader(RANK, options.steps)], {}
+    if options.validate:
+        callbacks.append(ModelCheckpoint(str(options.out / "checkpoints"), every_n_train_steps=5, save_top_k=1))
+        loaders.append(make_loader(RANK, 2))
+        more = {"num_sanity_val_steps": 1, "val_check_interval": 15, "enable_checkpointing": True}
     world = int(os.environ["WORLD_SIZE"])
     strategy = TorchRecStrategy(plan={"a": "row_wise", "b": "table_wise", "c": "data_parallel"})
-    trainer = make_trainer(world, strategy, callbacks=[cpr, record, injector])
-    trainer.fit(Tiny(dense="adam"), make_loader(int(os.environ["RANK"]), 40))
-    record.write("end", step=trainer.global_step, pls=cpr.pls, counts=cpr.counts, samples=cpr.samples)
+    trainer = make_trainer(world, strategy, callbacks=callbacks, **more)
+    trainer.fit(Tiny(dense="adam"), *loaders)
+    dense = {name: digest(value) for name, value in dense_state(trainer.lightning_module).items()}
+    told = {"pls": cpr.pls, "counts": cpr.counts, "samples": cpr.samples, "dense": dense}
+    record.write("end", step=trainer.global_step, **told)
 
 
 if __name__ == "__main__":

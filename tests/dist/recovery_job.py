@@ -160,6 +160,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--raise-at", default="")
+    parser.add_argument("--collective", type=float, default=20)
+    parser.add_argument("--free", type=float, default=10)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -174,11 +176,13 @@ def main() -> None:
     def strike(step: int, point: str) -> None:
         if (str(rank), str(step), point) in killed:
             record("kill", step=step, point=point)
+            if point == "stall":  # as in a loader that hangs; the heartbeat goes on
+                time.sleep(600)
             os.kill(os.getpid(), signal.SIGSTOP if point == "stop" else signal.SIGKILL)
 
     record("start", fresh=fresh, attempt=os.environ["TORCHELASTIC_RESTART_COUNT"])
     membership = Membership.from_env(
-        on_beat=heartbeat(), timeouts=Timeouts(collective=20, announce=20, join=60, free=10)
+        on_beat=heartbeat(), timeouts=Timeouts(options.collective, announce=40, join=60, free=options.free)
     )
     if fresh:
         stand_in_group(rank, world)
@@ -199,6 +203,7 @@ def main() -> None:
         try:
             strike(step, "forward")
             strike(step, "stop")
+            strike(step, "stall")
             if options.raise_at == f"{rank}:{step}":
                 raise ValueError("a bug in the user's code")
             dense.zero_grad()

@@ -1,33 +1,73 @@
-"""A process is killed for real: it is replaced, gets its shard from the newest version, and nobody else restarts."""
+"""Processes are killed for real: they are replaced, get their shards from the newest version, and nobody else restarts.
+
+What lies outside a training step restarts the job, by the rule in docs/recovery.md.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_cpr.checkpoint_io import find_version
+from lightning_cpr.policy.ledger import event_from_json, replay
 from lightning_cpr.report.events import read_events
+from lightning_cpr.store.manifest import split_version
 from lightning_cpr.store.storage import Storage
-from tests.dist._jobs import ROOT, run_job, still_running
+from tests._tiny import make_batch
+from tests.dist._forked import Zygote
+from tests.dist._jobs import ROOT, Job, run_job, still_running
 
 JOB = ROOT / "tests" / "dist" / "killed_job.py"
+STEPS = 40
+PHASES = ("detect_s", "rendezvous_s", "rebuild_s", "restore_s", "first_step_s", "total_s")
+
+
+def kills(*kills: str) -> list[str]:
+    return [part for kill in kills for part in ("--kill", kill)]
+
+
+def check_batches(job: Job, world: int) -> None:
+    """Each rank's data went on without a gap; a batch that a rank left out (others had finished it) is none."""
+    for rank in range(world):
+        for told in job.events(rank, "step"):
+            assert told["batch"] == told["step"] - 1
+            assert told["data"] == float(make_batch(told["batch"], rank).dense_features.double().sum())
+
+
+def check_pls(events: list[dict[str, Any]], ends: list[dict[str, Any]], samples: int) -> None:
+    """The reported PLS is that of the event log, charge by charge from what each version held."""
+    recoveries = [e for e in events if e["event"] == "recovery"]
+    start = next(e for e in events if e["event"] == "run_started")
+    ledger = replay(start["total_elements"], [event_from_json(e["ledger"]) for e in recoveries])
+    assert {e["pls"] for e in ends} == {ledger.pls(samples)}
+    recovered: dict[int, int] = {}
+    for event, charge in zip(recoveries, ledger.charges, strict=True):
+        version = split_version(event["version"]).step * samples // STEPS
+        for loss in charge.losses:
+            assert loss.held == (
+                charge.samples - samples // STEPS if loss.kept else max(version, recovered.get(loss.owner, 0))
+            )
+            if not loss.kept:
+                recovered[loss.owner] = charge.samples
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 0])
 def test_only_the_lost_shard_comes_back(rank: int, tmp_path: Path) -> None:
-    options = ["--max-restarts=0", "--nproc-per-node=2", "--spares=1"]
-    job = run_job(JOB, tmp_path, ["--kill", f"{rank}:24:forward"], options, timeout=240)
+    """With the real launcher."""
+    options = ["--nproc-per-node=2", "--max-restarts=0", "--spares=1"]
+    job = run_job(JOB, tmp_path, kills(f"{rank}:24:forward"), options, timeout=240)
     assert job.code == 0, job.stderr[-5000:]
     other, root = 1 - rank, str(tmp_path / "root")
     assert (len(job.pids(rank)), len(job.pids(other))) == (2, 1)
     ends = [job.events(r, "end")[0] for r in (0, 1)]
-    assert [e["step"] for e in ends] == [40, 40]
+    assert [e["step"] for e in ends] == [STEPS] * 2
     events = read_events(Storage(root))
     (recovery,) = [e for e in events if e["event"] == "recovery"]
     assert (recovery["failed"], recovery["mode"]) == ([rank], "partial")
-    step = int(recovery["version"].split(".")[2])
+    step = split_version(recovery["version"]).step
     assert step in (10, 20)
     # the replacement goes on with the rows that were saved
     saved = next(e["rows"] for e in job.events(rank, "step") if e["step"] == step)
@@ -40,14 +80,70 @@ def test_only_the_lost_shard_comes_back(rank: int, tmp_path: Path) -> None:
     kept = job.events(other, "restored")[0]
     assert kept["rows"] == kept["rows_before"]
     assert recovery["bytes_read"] < 10_000
-    # PLS of the formula: the lost rank's share of the sharded elements, since the version
-    (charge,) = recovery["ledger"]["losses"]
-    elements = sum(r.spec.elements for r in find_version(root).manifest.shards if not r.spec.replicated)
-    assert recovery["pls"] == pytest.approx(charge["elements"] / elements * (recovery["step"] - step) / 40, rel=1e-9)
-    assert [e["pls"] for e in ends] == [recovery["pls"]] * 2
+    assert {(s["rank"], s["source"], s["name"]) for s in recovery["sources"]} == {(rank, "store", recovery["version"])}
+    # both ranks broke before their backward: no update is doubled; lost ones are as many as the other rank's
+    assert (recovery["double_row_updates"], recovery["left_out_by"]) == (0, [])
+    assert recovery["lost_row_updates"] > 0
+    assert not recovery["lost_row_updates_exact"]
+    (told,) = [e for e in events if e["event"] == "rejoined"]
+    assert told["step"] == recovery["step"] + 1
+    assert all(told[phase] >= 0 for phase in PHASES)
+    assert told["total_s"] >= max(told[phase] for phase in PHASES)
+    check_pls(events, ends, 2 * 4 * STEPS)
+    check_batches(job, 2)
     # the survivor trained every step, in one process
-    assert [e["step"] for e in job.events(other, "step")] == list(range(1, 41))
+    assert [e["step"] for e in job.events(other, "step")] == list(range(1, STEPS + 1))
     # saving went on after the recovery, in the new epoch
     version = find_version(root)
-    assert (version.manifest.step, version.manifest.epoch) == (40, 1)
+    assert (version.manifest.step, version.manifest.epoch) == (STEPS, 1)
+    assert still_running(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_deaths_in_every_phase_of_a_step_and_of_a_save_on_every_rank(tmp_path: Path, zygote: Zygote) -> None:
+    """In a save; two at once, in forward and backward; before an optimizer step; and in the recovery from that."""
+    told = kills("1:10:mid_write", "2:18:backward", "3:18:forward", "0:27:optimizer", "0:0:restore")
+    job = zygote.run(JOB, tmp_path, told, 4)
+    assert job.code == 0, job.stderr[-5000:]
+    assert [len(job.pids(rank)) for rank in range(4)] == [3, 2, 2, 2]
+    ends = [job.events(rank, "end")[0] for rank in range(4)]
+    assert [e["step"] for e in ends] == [STEPS] * 4
+    assert [e["samples"] for e in ends] == [4 * 4 * STEPS] * 4
+    assert all(e["dense"] == ends[0]["dense"] for e in ends)
+    for rank in range(4):
+        kept = [e for e in job.events(rank, "restored") if rank not in e["lost"]]
+        assert kept
+        assert all(e["rows"] == e["rows_before"] for e in kept)
+        new = [e for e in job.events(rank, "restored") if rank in e["lost"]]
+        assert new
+    events = read_events(Storage(str(tmp_path / "root")))
+    failed = [e["failed"] for e in events if e["event"] == "recovery"]
+    assert failed[0] == [1]
+    assert failed[-1] == [0]
+    assert {rank for ranks in failed for rank in ranks} == {0, 1, 2, 3}
+    check_pls(events, ends, 4 * 4 * STEPS)
+    check_batches(job, 4)
+    assert still_running(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_deaths_outside_a_training_step_restart_the_job(tmp_path: Path, zygote: Zygote) -> None:
+    """In the sanity check, in Lightning's own checkpoint, in validation, and at the end of the epoch."""
+    told = kills("1:0:sanity:0", "1:5:checkpoint:1", "0:15:validation:2", "1:20:epoch_end:3")
+    job = zygote.run(JOB, tmp_path, [*told, "--validate", "--steps=20"], 2, max_restarts=4)
+    assert job.code == 0, job.stderr[-5000:]
+    fired = [(e["point"], e["step"]) for r in (0, 1) for e in job.events(r, "kill")]
+    assert sorted(fired) == [("checkpoint", 5), ("epoch_end", 20), ("sanity", 0), ("validation", 15)]
+    assert [e["step"] for r in (0, 1) for e in job.events(r, "end")] == [20, 20]
+    events = read_events(Storage(str(tmp_path / "root")))
+    # each attempt goes on from the newest version, and none is a recovery in place
+    resumed = [e["step"] for e in events if e["event"] == "run_started"]
+    assert resumed[0] == 0
+    assert resumed == sorted(resumed)
+    assert resumed[-1] in (10, 20)
+    assert not [e for e in events if e["event"] == "recovery"]
+    where = [e["where"] for e in events if e["event"] == "stepped_down"]
+    assert where[:3] == ["in the sanity check", "in training", "in validation"]
+    assert set(where[3:]) == {"in training"}
+    assert "this rank steps down" in job.stderr
     assert still_running(tmp_path) == []

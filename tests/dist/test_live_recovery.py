@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.dist._jobs import ROOT, Job, run_job, still_running
+from tests.dist._forked import Zygote
+from tests.dist._jobs import ROOT, Job, still_running
 
 JOB = ROOT / "tests" / "dist" / "recovery_job.py"
 STEPS = 40
 
 
-def run(out: Path, world: int, *args: str, options: tuple[str, ...] = ("--spares", "0")) -> Job:
-    nproc = f"--nproc-per-node={world}"
-    return run_job(JOB, out, ["--steps", str(STEPS), *args], ["--max-restarts=0", nproc, *options], timeout=240)
+def run(zygote: Zygote, out: Path, world: int, *args: str, options: tuple[str, ...] = (), restarts: int = 0) -> Job:
+    return zygote.run(JOB, out, ["--steps", str(STEPS), *args], world, restarts, ["--spares=0", *options])
 
 
 def check_recovered(job: Job, world: int, kills: dict[int, int]) -> None:
@@ -48,26 +48,26 @@ def last_before(job: Job, rank: int, restored: dict[str, Any]) -> dict[str, Any]
 
 
 @pytest.mark.slow
-def test_one_of_two_is_killed_then_rank_0(tmp_path: Path) -> None:
-    job = run(tmp_path, 2, "--kill", "1:10:backward", "--kill", "0:25:forward")
+def test_one_of_two_is_killed_then_rank_0(tmp_path: Path, zygote: Zygote) -> None:
+    job = run(zygote, tmp_path, 2, "--kill", "1:10:backward", "--kill", "0:25:forward")
     check_recovered(job, 2, {0: 1, 1: 1})
     check_survivors_kept_rows(job, 2)
     assert still_running(tmp_path) == []
 
 
 @pytest.mark.slow
-def test_four_ranks_two_at_once_and_one_during_recovery(tmp_path: Path) -> None:
+def test_four_ranks_two_at_once_and_one_during_recovery(tmp_path: Path, zygote: Zygote) -> None:
     """Rank 2's first replacement is killed as it joins; 1 and 3 die at the same step; then 0 between two batches."""
     kills = ["2:8:optimizer", "2:join", "1:20:backward", "3:20:backward", "0:30:batch_end"]
-    job = run(tmp_path, 4, *[a for k in kills for a in ("--kill", k)])
+    job = run(zygote, tmp_path, 4, *[a for k in kills for a in ("--kill", k)])
     check_recovered(job, 4, {0: 1, 1: 1, 2: 2, 3: 1})
     check_survivors_kept_rows(job, 4)
     assert still_running(tmp_path) == []
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_ended_by_its_guardian_and_replaced(tmp_path: Path) -> None:
-    job = run(tmp_path, 2, "--kill", "1:10:stop", options=("--spares", "0", "--hang-timeout", "8"))
+def test_a_stopped_rank_is_ended_by_its_guardian_and_replaced(tmp_path: Path, zygote: Zygote) -> None:
+    job = run(zygote, tmp_path, 2, "--kill", "1:10:stop", options=("--hang-timeout", "8"))
     check_recovered(job, 2, {1: 1})
     check_survivors_kept_rows(job, 2)
     assert "is silent for" in job.stderr
@@ -75,9 +75,20 @@ def test_a_stopped_rank_is_ended_by_its_guardian_and_replaced(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_bug_in_the_users_code_is_no_lost_peer(tmp_path: Path) -> None:
+def test_a_rank_that_is_stuck_while_its_heart_beats_is_found_by_the_others(tmp_path: Path, zygote: Zygote) -> None:
+    job = run(zygote, tmp_path, 2, "--kill", "1:10:stall", "--collective", "8", "--free", "3")
+    check_recovered(job, 2, {1: 1})
+    check_survivors_kept_rows(job, 2)
+    (broke,) = job.events(0, "broke")
+    assert "time" in broke["error"].lower()
+    assert "rank 1 is stuck" in job.stderr
+    assert still_running(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_bug_in_the_users_code_is_no_lost_peer(tmp_path: Path, zygote: Zygote) -> None:
     """The job ends with that error; no process is replaced, and torchrun's restarts do not repeat the training."""
-    job = run(tmp_path, 2, "--raise-at", "1:10", options=("--spares", "0", "--max-restarts=2"))
+    job = run(zygote, tmp_path, 2, "--raise-at", "1:10", restarts=2)
     assert job.code != 0
     assert "ValueError: a bug in the user's code" in job.stderr
     assert "takes over" not in job.stderr

@@ -117,3 +117,14 @@ def test_replaying_the_event_log_gives_the_live_value(
     assert replayed.pls(total) == live.pls(total)
     assert live.pls(total) == pytest.approx(sum(lost for _, lost in standing) / total, abs=1e-12)
     assert Ledger.from_json(json.loads(json.dumps(live.to_json()))) == live
+
+
+def test_samples_that_an_owner_left_out_are_charged_and_are_no_recovery() -> None:
+    ledger, event = charge(Ledger(100), 40, {1: (50, [20])}, left_out={0: (50, 36)})
+    assert event.losses == (Loss(1, 50, 20), Loss(0, 50, 36, kept=True))
+    assert ledger.lost == 50 * 20 + 50 * 4
+    assert (ledger.last_recovery(1), ledger.last_recovery(0)) == (40, 0)
+    # rank 0 dies later: all that it held since the version is lost, not only what came after the batch it left out
+    later, _ = charge(ledger, 60, {0: (50, [20])})
+    assert later.lost == ledger.lost + 50 * 40
+    assert Ledger.from_json(later.to_json()) == later

@@ -85,6 +85,30 @@ def test_resume_continues_with_the_next_batch(source: Source, taken: int) -> Non
     assert [samples(b) for b in resumed] == second
 
 
+@pytest.mark.parametrize("source", [Numbers(64), Unsized(64)])
+def test_seek_goes_on_in_the_epoch_as_the_loader_that_read_it_all(source: Source) -> None:
+    """What Lightning and a live recovery call: set_epoch, seek, iter, and set_epoch once more."""
+    full = ResumableLoader(source, 4)
+    full.set_epoch(2)
+    batches = [samples(b) for b in full]
+    fresh = ResumableLoader(source, 4)
+    fresh.set_epoch(2)
+    fresh.seek(11)
+    iterator = iter(fresh)
+    fresh.set_epoch(2)
+    assert [samples(b) for b in iterator] == batches[11:]
+    assert fresh.state_dict() == full.state_dict()
+
+
+def test_seek_reads_nothing_of_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    take = Numbers.take
+    monkeypatch.setattr(Numbers, "take", lambda self, rows: read.extend(rows.tolist()) or take(self, rows))
+    loader = ResumableLoader(Numbers(64), 4)
+    loader.seek(15)
+    assert list(chain(*(samples(b) for b in loader))) == read == Numbers(64).order(0)[60:].tolist()
+
+
 def test_state_after_the_last_batch_is_the_next_epoch() -> None:
     loader = ResumableLoader(Numbers(8), 4)
     batches = iter(loader)

@@ -153,6 +153,22 @@ def test_each_live_row_is_read_about_once(storage: Storage, monkeypatch: pytest.
     assert report.bytes_read == manifest.files[-1].bytes
 
 
+def test_a_target_that_holds_nothing_is_written_in_one_pass(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk, "BLOCK_BYTES", 4096)
+    t = table("a", 2000, 16)
+    manifest = save_one(storage, [t], 1)
+    twice = read_into(storage, manifest, [t.shard(0, 2000, 0, 16)], cache_bytes=0)
+    shard = t.shard(0, 2000, 0, 16)
+    report = read_into(storage, manifest, [shard], cache_bytes=0, undefined=True)
+    assert torch.equal(shard.weight, t.weight)
+    assert torch.equal(shard.states["sum"], t.states["sum"])
+    assert report.bytes_read == manifest.files[0].bytes < twice.bytes_read
+    path = Path(storage.root) / manifest.files[0].path
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(CorruptShardError, match="table a"):
+        read_into(storage, manifest, [shard], undefined=True)
+
+
 def test_blocks_without_a_live_row_are_not_read(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk, "BLOCK_BYTES", 640)
     t = table("a", 1000, 15, ())
