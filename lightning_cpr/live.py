@@ -229,7 +229,8 @@ class LiveRecovery:
         loop = self._done = self._finished
         module = self._trainer.lightning_module
         self._now = Step(run, self._copy())
-        ran, result = False, None
+        ran = False
+        result: T | None = None
         while True:
             try:
                 if recovery is not None:

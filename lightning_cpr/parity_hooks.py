@@ -60,6 +60,7 @@ class ParityGuard(Callback):
         self._keeper: ParityKeeper | None = None
         self._hook: LookupHook | None = None
         self._hosts: list[str] = []
+        self._dense: list[ShardSpec] = []
         self._prefix = ""
         self._channels = 0
         self._batch = (0, 0)  # the step in progress, its samples
