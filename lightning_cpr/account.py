@@ -47,6 +47,8 @@ def cut_fields(recovery: Recovery, cut: Cut) -> dict[str, Any]:
     whose shards had got none of it.
     """
     behind = recovery.decision.behind
+    if recovery.decision.exchange is not None:  # all went back: no batch is half applied
+        return {"double_row_updates": 0, "left_out_by": [], "missing_row_updates_by": []}
     return {
         "double_row_updates": sum(count for rank, count in cut.updates.items() if rank not in behind),
         "left_out_by": list(behind),

@@ -25,12 +25,14 @@ from lightning_cpr.errors import ConfigError, ForeignRunError, RecoveryError, Un
 from lightning_cpr.faults import FaultInjector
 from lightning_cpr.job import Job
 from lightning_cpr.loader import restart_warning
+from lightning_cpr.parity_hooks import ParityGuard
 from lightning_cpr.policy.baseline import BaselinePolicy
 from lightning_cpr.policy.due import Moment
 from lightning_cpr.policy.ledger import Ledger, event_to_json
 from lightning_cpr.policy.priority import Variant
 from lightning_cpr.recovery.election import is_lost_peer
 from lightning_cpr.recovery.live import Recovery
+from lightning_cpr.recovery.parity_config import ParityConfig
 from lightning_cpr.recovery.plan import Mode
 from lightning_cpr.report.events import EventLog, metrics_of
 from lightning_cpr.restorer import Recovered, Restorer
@@ -92,6 +94,9 @@ class CPRCallback(Callback):
         timeout_s: how long any wait of a save or a recovery may take.
         max_failed_saves: after this many failed saves in a row the run ends with the first cause; training goes on
             until then, and every failure is logged and counted.
+        parity: keep parity of all shards in the memory of other ranks, so that a lost shard comes back without the
+            store, and at ``every_n_steps=1`` with nothing lost (`ParityConfig`). It is tried before what ``recovery``
+            says. None: no parity.
 
     Metrics ``cpr/*`` go to the Trainer's loggers, events to ``events.jsonl`` under ``root``. Code that writes table
     weights itself calls `mark_dirty`.
@@ -123,12 +128,13 @@ class CPRCallback(Callback):
         storage_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
         max_failed_saves: int = 3,
+        parity: ParityConfig | None = None,
     ) -> None:
         super().__init__()
         self.settings = Settings(
             Settings.root_of(root), save_every_n_steps, save_interval, target_pls, mtbf, max_pls, recovery, incremental,
             bits, priority, ratio, priority_tables, exact_close, keep_last, resume, storage_options, timeout_s,
-            max_failed_saves,
+            max_failed_saves, parity,
         )  # fmt: skip
         self.counts = dict.fromkeys(COUNTS, 0)
         self.ledger = Ledger(0)
@@ -139,6 +145,7 @@ class CPRCallback(Callback):
         self._early: EarlyRead | None = None
         self._found = Found()
         self._planner_state: Any = None
+        self._parity: ParityGuard | None = None
 
     @property
     def root(self) -> str:
@@ -167,6 +174,8 @@ class CPRCallback(Callback):
         """
         if hasattr(self, "_cycle"):
             self._cycle.saves.tracker.mark(table, rows)
+            if self._parity is not None:
+                self._parity.restart_after_step(f"table {table} was written by other means than steps")
 
     # Set-up and resume
 
@@ -178,12 +187,16 @@ class CPRCallback(Callback):
                 ' that the other ranks\' tables would be missing. Use Trainer(strategy="torchrec").'
             )
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        others = [c for c in callbacks if c is not self and c is not self._counter]
+        parity = self.settings.parity
+        if parity is not None and self._parity is None:
+            self._parity = ParityGuard(parity, lambda: self.samples, self._emit, self.counts, self.settings.timeout_s)
+        first = [c for c in (self._counter, self._parity) if c is not None]
+        others = [c for c in callbacks if c is not self and c not in first]
         if any(isinstance(c, CPRCallback) and c.settings.place == self.settings.place for c in others):
             raise ConfigError(f"two CPRCallbacks save to {self.root}: give each its own root")
         # After the other callbacks, so that what they keep of a batch is in the version of that batch; samples are
-        # counted before them, so that whoever saves at a batch's end has those of that batch.
-        trainer.callbacks = [self._counter, *others, self]  # type: ignore[attr-defined]
+        # counted before them, so that whoever saves at a batch's end has those of that batch, and parity has it too.
+        trainer.callbacks = [*first, *others, self]  # type: ignore[attr-defined]
         self._injector = next((c for c in others if isinstance(c, FaultInjector)), None)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -229,6 +242,8 @@ class CPRCallback(Callback):
             samples=at.samples, total_elements=self.ledger.total_elements,
             resumed_from=loaded.name if loaded is not None else None,
         )  # fmt: skip
+        if self._parity is not None:
+            self._parity.start(job, self._injector, self._parity_prefix, at.step)
         if from_root is not None:
             manifest = from_root.manifest
             job.together(lambda: self._restorer.holds(manifest))
@@ -262,7 +277,8 @@ class CPRCallback(Callback):
 
     def _make_controller(self) -> Controller:
         setting = self.settings.setting(self.job)
-        controller = Controller(self.settings.fixed, setting, self._emit, self.counts["recoveries"])
+        upkeep = None if self._parity is None else self._parity.unhidden_s
+        controller = Controller(self.settings.fixed, setting, self._emit, self.counts["recoveries"], upkeep)
         controller.restore(self._planner_state)
         return controller
 
@@ -276,7 +292,13 @@ class CPRCallback(Callback):
         )
         self._controller, self._started = controller, started
         self._cycle = SaveCycle(self.settings, job, saves, controller, self._emit, self.counts, started)
-        self._restorer = Restorer(job, self.storage, self._run.run_id, saves, timeout_s, self._emit, self._cycle.take)
+        self._restorer = Restorer(
+            job, self.storage, self._run.run_id, saves, timeout_s, self._emit, self._cycle.take, self._parity
+        )
+
+    @property
+    def _parity_prefix(self) -> str:
+        return f"parity/{self.epoch}"
 
     def _point(self, point: str, step: int) -> None:
         if self._injector is not None:
@@ -286,7 +308,8 @@ class CPRCallback(Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
         if self.job.alone:
-            self._early = EarlyRead(self.storage, [s for s in self.job.owned if not s.spec.replicated])
+            if self._parity is None:  # which would write to the same rows
+                self._early = EarlyRead(self.storage, [s for s in self.job.owned if not s.spec.replicated])
         else:
             self._updates_before = self._cycle.saves.tracker.updates
 
@@ -335,13 +358,15 @@ class CPRCallback(Callback):
 
     def _recover(self, trainer: pl.Trainer, failed: list[int], at: Progress) -> None:
         self.epoch += 1
+        if self._parity is not None:
+            self._parity.new_epoch(self._parity_prefix)
         recovered = self._restorer.recover(trainer, failed, at, self.epoch, self._choose, self.ledger)
         self._recovered(recovered, failed, at, {})
 
     def restore_shards(self, recovery: Recovery, lost: Sequence[ShardSpec], shards: Sequence[Shard]) -> None:
         """A process died and was replaced (`live.RecoveryHook`): its shards come back from the newest version."""
         trainer, decision = self.job.trainer, recovery.decision
-        if self.settings.recovery == "full":
+        if self.settings.recovery == "full" and self._parity is None:
             raise RecoveryError("CPRCallback(recovery='full'): everybody goes back, by a restart of the job")
         stager = None if recovery.lost else self._cycle.saves.abandon(self.settings.timeout_s)
         done = 0 if recovery.lost else self._cycle.saves.tracker.updates - self._updates_before
@@ -354,6 +379,8 @@ class CPRCallback(Callback):
         run_id, epoch, incarnation, state, closed = told[0]
         self._run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
         self.load_state_dict(state)
+        if not recovery.lost:
+            self._counter.samples = own_samples  # the donor's loop may be a batch ahead
         self.epoch = epoch + 1
         self.job.rejoin(incarnation, recovery.epoch)
         if recovery.lost:
@@ -361,10 +388,10 @@ class CPRCallback(Callback):
         else:
             self._make_workers(self._cycle.saves.tracker, Chain(), self._controller, self._started, stager)
         self._cycle.closed = closed
+        if self._parity is not None:
+            self._parity.rejoin(self.job, self._injector, self._parity_prefix, decision.donor, recovery.lost)
         failed = sorted({spec.owner for spec in lost} | set(decision.lost))
-        at = Progress(decision.step, self.samples)
-        if self.job.rank in decision.behind:  # it counts the batch yet that it leaves out
-            self._counter.samples = own_samples
+        at = Progress(decision.step, state["samples"])
         left_out = skipped_samples(recovery, cut)
         recovered = self._restorer.recover_lost(trainer, failed, at, self.epoch, self.ledger, left_out, self._early)
         more = {"replaced": True, "error": recovery.error, "sources": source_fields(lost, recovered.plan.sources)}
@@ -385,10 +412,15 @@ class CPRCallback(Callback):
         if recovered.rewound is not None:
             self._counter.samples = recovered.rewound.samples
         self.counts["recoveries"] += 1
-        self._cycle.reset(at.step if recovered.rewound is None else recovered.rewound.step, bool(recovered.rewound))
-        self._controller.recovered(recovered.plan.mode, recovered.seconds, self.samples, self.pls)
+        step = at.step if recovered.rewound is None else recovered.rewound.step
+        self._cycle.reset(step, bool(recovered.rewound))
+        source = next(iter(recovered.plan.sources.values()))
+        if self._parity is not None and source.kind != "parity":
+            self._parity.restart(step, f"rows came back from {source.name}")
+        self._controller.recovered(
+            "parity" if source.kind == "parity" else recovered.plan.mode, recovered.seconds, self.samples, self.pls
+        )
         if self.job.rank == 0:
-            source = next(iter(recovered.plan.sources.values()))
             log.warning(
                 "%s recovery of rank %s after batch %d (%s): %d rows from %s in %.2f s, PLS %.4f",
                 recovered.plan.mode, ", ".join(map(str, failed)), at.step, recovered.plan.reason, recovered.rows,
@@ -396,7 +428,7 @@ class CPRCallback(Callback):
             )  # fmt: skip
         self._emit(
             "recovery", mode=recovered.plan.mode, reason=recovered.plan.reason, failed=failed, step=at.step,
-            epoch=self.epoch, version=next(iter(recovered.plan.sources.values())).name, bytes_read=recovered.bytes_read,
+            epoch=self.epoch, source=source.kind, version=source.name, bytes_read=recovered.bytes_read,
             rows=recovered.rows, seconds=round(recovered.seconds, 6), pls=self.pls,
             lost_row_updates=recovered.lost_updates, lost_row_updates_exact=recovered.lost_exact,
             total_samples=self._total_samples(), ledger=event_to_json(recovered.event), **more,

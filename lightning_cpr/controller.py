@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lightning_cpr.policy import planner
 from lightning_cpr.policy.bits import choose_bits, revise_bits
 from lightning_cpr.policy.due import Schedule
-from lightning_cpr.policy.planner import Failed, Measurement, Plan, PlannerState, Recovered, Saved
+from lightning_cpr.policy.planner import Failed, Measurement, Plan, PlannerState, Recovered, Saved, Upkept
 from lightning_cpr.policy.planner import Progress as Trained
 from lightning_cpr.policy.setting import Setting
 from lightning_cpr.recovery.plan import Mode
@@ -34,13 +34,23 @@ class Fixed:
 class Controller:
     """Plans anew with each measurement. Each plan is an event, but those that mere progress hardly changes.
 
-    setting: what is known of the job. emit: writes an event. restores: of this run before now.
+    setting: what is known of the job. emit: writes an event. restores: of this run before now. upkeep: seconds that
+    parity has made training longer so far.
     """
 
-    def __init__(self, fixed: Fixed, setting: Setting, emit: Callable[..., Any], restores: int = 0) -> None:
+    def __init__(
+        self,
+        fixed: Fixed,
+        setting: Setting,
+        emit: Callable[..., Any],
+        restores: int = 0,
+        upkeep: Callable[[], float] | None = None,
+    ) -> None:
         self._fixed = fixed
         self._emit = emit
         self._restores = restores
+        self._upkeep = upkeep
+        self._upkept = 0.0
         self._seconds = self._stall = 0.0
         self._samples: int | None = None  # at the last report of progress
         self._bits: tuple[int, float] | None = None
@@ -72,6 +82,10 @@ class Controller:
             return
         fresh = Trained(max(0, samples - self._samples), max(0.0, seconds - self._seconds - self._stall))
         self._samples, self._seconds, self._stall = samples, seconds, 0.0
+        if self._upkeep is not None and fresh.seconds:
+            upkept = self._upkeep()  # begins anew with each encoding
+            self._observe(Upkept(max(0.0, upkept - self._upkept), fresh.seconds))
+            self._upkept = upkept
         setting = self.state.setting
         if total_samples is not None and total_samples != setting.total_samples:
             self.state = PlannerState(
@@ -107,7 +121,7 @@ class Controller:
         mode, reason = planner.choose_recovery(self.state, self.plan, pls_after, lost_seconds, replays)
         return ("full" if mode == "full" else "partial"), reason
 
-    def recovered(self, mode: Mode, seconds: float, samples: int, pls: float) -> None:
+    def recovered(self, mode: planner.Mode, seconds: float, samples: int, pls: float) -> None:
         """A recovery took ``seconds``; training goes on from ``samples``."""
         self._restores += 1
         self._samples = samples
@@ -136,7 +150,7 @@ class Controller:
 
     def _observe(self, measurement: Measurement) -> None:
         self.state, self.plan = planner.observe(self.state, measurement)
-        if isinstance(measurement, Trained) and abs(self.plan.interval - self._told) <= 0.1 * self._told:
+        if isinstance(measurement, Trained | Upkept) and abs(self.plan.interval - self._told) <= 0.1 * self._told:
             return
         self._told = self.plan.interval
         self._emit(

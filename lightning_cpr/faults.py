@@ -15,6 +15,9 @@ point           where
 ``pre_commit``  all files are written, the manifest is not
 ``post_commit`` the manifest is written
 ==============  ================================================================================================
+
+And of the exchange of parity that ends at the step: ``exchange_closed``, ``exchange_packed``, ``exchange_received``,
+``exchange_applied``, ``exchange_acknowledged`` (`recovery.parity_exchange`).
 """
 
 from __future__ import annotations
@@ -44,7 +47,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Kind = Literal["wipe", "kill", "hang", "raise", "torn_write", "bit_flip", "disk_full", "slow"]
-Point = Literal["forward", "backward", "optimizer", "batch_end", "pre_write", "mid_write", "pre_commit", "post_commit"]
+Point = Literal[
+    "forward", "backward", "optimizer", "batch_end", "pre_write", "mid_write", "pre_commit", "post_commit",
+    "exchange_closed", "exchange_packed", "exchange_received", "exchange_applied", "exchange_acknowledged",
+]  # fmt: skip
 SAVE_POINTS = ("pre_write", "mid_write", "pre_commit", "post_commit")
 STORAGE_KINDS = ("torn_write", "bit_flip", "disk_full", "slow")
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 
-def stand_at_batch(fit_loop: Any) -> None:
-    """Called when training starts, with the loops' state as a survivor told it in the middle of a batch."""
+def stand_at_batch(fit_loop: Any, again: bool = False) -> tuple[Any, int] | None:
+    """Called when training starts, with the loops' state as a survivor told it in the middle of a batch.
+
+    again: the batch before that one is run again first; returns (that batch, its number in the epoch).
+    """
     epoch_loop = fit_loop.epoch_loop
     total, current = epoch_loop.batch_progress.total, epoch_loop.batch_progress.current
     # Lightning resets the current counters on a restart only.
@@ -14,7 +17,13 @@ def stand_at_batch(fit_loop: Any) -> None:
     steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
     steps.ready = steps.completed
     epoch_loop._batches_that_stepped -= 1  # Lightning adds one on a restart: its saves come after the step
-    skip_batches(fit_loop, current.completed)
+    skip_batches(fit_loop, current.completed - again)
+    if not again:
+        return None
+    fetcher = fit_loop._data_fetcher
+    batch, _, _ = next(fetcher)
+    fetcher.fetched -= 1
+    return batch, current.completed - 1
 
 
 def skip_batches(fit_loop: Any, batches: int) -> None:

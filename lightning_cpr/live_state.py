@@ -83,8 +83,10 @@ def stepped_state(strategy: TorchRecStrategy, trainer: Any) -> dict[str, Any]:
     return {"groups": groups, "schedulers": schedulers_state(trainer), "progress": progress}
 
 
-def capture(strategy: TorchRecStrategy, trainer: Any, rng: Mapping[str, Any], stepped: Mapping[str, Any]) -> bytes:
-    """Everything but sharded rows and loops. rng, stepped: of the start of the batch that broke.
+def capture(
+    strategy: TorchRecStrategy, trainer: Any, rng: Mapping[str, Any], stepped: Mapping[str, Any], groups: Any = None
+) -> bytes:
+    """Everything but sharded rows and loops. rng, stepped: of the start of the batch that broke; groups: its rates.
 
     Raises:
         RecoveryError: an object has no plain form.
@@ -97,13 +99,13 @@ def capture(strategy: TorchRecStrategy, trainer: Any, rng: Mapping[str, Any], st
             checkpoint.pop(key, None)
         replicas, scalars = replicated_state(strategy.model), fused_scalars(strategy.model)
         told = {"checkpoint": checkpoint, "replicas": replicas, "scalars": scalars, "rng": rng, "stepped": stepped}
-        return encode_blob(to_plain(told))
+        return encode_blob(to_plain(told | {"groups": groups}))
     except CPRError as e:
         raise RecoveryError(f"the dense state cannot be handed over: {e}") from e
 
 
-def adopt_all(strategy: TorchRecStrategy, trainer: Any, data: bytes) -> None:
-    """A replacement takes what `capture` gave."""
+def adopt_all(strategy: TorchRecStrategy, trainer: Any, data: bytes) -> Any:
+    """A replacement takes what `capture` gave. Returns the ``groups``."""
     assert strategy.model is not None
     told = decode_blob(data, "the state of a survivor")
     load_replicated_state(strategy.model, told["replicas"])
@@ -117,6 +119,7 @@ def adopt_all(strategy: TorchRecStrategy, trainer: Any, data: bytes) -> None:
     connector._loaded_checkpoint = {}
     load_fused_scalars(strategy.model, told["scalars"])
     set_rng_state(told["rng"])
+    return told["groups"]
 
 
 def adopt_dense(strategy: TorchRecStrategy, trainer: Any, data: bytes) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -19,6 +19,7 @@ from lightning_cpr.errors import CorruptShardError, CPRError, ManifestError, Rec
 from lightning_cpr.job import Job
 from lightning_cpr.policy.ledger import Event, Ledger, charge
 from lightning_cpr.policy.ledger import rewind as rewind_ledger
+from lightning_cpr.recovery.election import LostPeerError
 from lightning_cpr.recovery.plan import Mode, RecoveryPlan, Source, plan_recovery
 from lightning_cpr.saver import BackgroundSaves, Committed, Progress
 from lightning_cpr.state import rewind
@@ -46,6 +47,16 @@ class Recovered:
     lost_exact: bool
 
 
+class ParitySource(Protocol):
+    """Parity in memory, as a source of lost shards. Both calls are collective."""
+
+    def offer(self, failed: Sequence[int]) -> Source | None:
+        """What the failed ranks' shards could come back to."""
+
+    def bring_back(self, failed: Sequence[int]) -> tuple[int, int]:
+        """Bring them back: (rows, bytes) of this rank. Raises RecoveryError, on all ranks, if that cannot be."""
+
+
 Choose = Callable[[Sequence[int], Ledger, int], tuple[Mode, str]]
 """``choose(failed, ledger if partial, samples since the newest exact version)``: how to recover, and why. On rank 0."""
 
@@ -65,6 +76,7 @@ class Restorer:
         timeout_s: float,
         emit: Callable[..., Any],
         committed: Callable[[Committed], None],
+        parity: ParitySource | None = None,
     ) -> None:
         self._job = job
         self._storage = storage
@@ -73,6 +85,7 @@ class Restorer:
         self._timeout_s = timeout_s
         self._emit = emit
         self._committed = committed
+        self._parity = parity
         self._early: EarlyRead | None = None
 
     def recover(
@@ -87,6 +100,9 @@ class Restorer:
         self._end_save_in_flight(epoch)
         before = self._job.broadcast(self._saves.chain)
         lost, exact = self._lost_updates(failed, before.version)
+        recovered = self._from_parity(failed, at, ledger, started)
+        if recovered is not None:
+            return recovered
         mode, reason = self._job.from_rank_0(lambda: self._mode(failed, at, choose, ledger))
         recovered = self._bring_back(trainer, failed, at, before, (mode, reason), ledger, started)
         return (
@@ -124,12 +140,59 @@ class Restorer:
 
         before = self._saves.chain = self._job.from_rank_0(newest_chain)
         self._saves.tracker.settle(before.version)
+        from_parity = self._from_parity(failed, at, ledger, started, left_out)
+        if from_parity is not None:
+            return from_parity
         everybody: list[Any] = [None] * self._job.world_size
         dist.all_gather_object(everybody, self._saves.tracker.lost_updates()[0])
         others = [count for rank, count in enumerate(everybody) if rank not in failed]
         why: tuple[Mode, str] = ("partial", "a process died and was replaced")
         recovered = self._bring_back(trainer, failed, at, before, why, ledger, started, left_out)
         return replace(recovered, lost_updates=len(failed) * sum(others) // len(others), lost_exact=False)
+
+    def _from_parity(
+        self,
+        failed: list[int],
+        at: Progress,
+        ledger: Ledger,
+        started: float,
+        left_out: Mapping[int, int] = MappingProxyType({}),
+    ) -> Recovered | None:
+        """The shards out of parity, if that is the freshest source and holds what it should; else nothing is settled.
+
+        The survivors' rows, and what is known of them, stay as they are; a replacement's are all dirty.
+        """
+        source = None if self._parity is None else self._parity.offer(failed)
+        if self._parity is None or source is None:
+            return None
+        whole = source.step >= at.step  # everybody stands at the exchange, which is all there is
+
+        def decide() -> RecoveryPlan:
+            manifest = None if whole else newest(self._storage, None, self._run_id).manifest
+            sources = [source] if manifest is None else [source, _source(manifest)]
+            return plan_recovery(dict.fromkeys(failed, sources), "partial")
+
+        plan = self._job.from_rank_0(decide)
+        if any(chosen.kind != "parity" for chosen in plan.sources.values()):
+            return None
+        try:
+            rows, nbytes = self._parity.bring_back(failed)
+        except LostPeerError:
+            raise
+        except RecoveryError:  # logged and counted; the store is next
+            return None
+        everybody: list[Any] = [None] * self._job.world_size
+        dist.all_gather_object(everybody, (rows, nbytes))
+        samples = source.samples if whole else at.samples
+        held = min(source.samples, samples)
+        losses = {owner: (self._job.sharded_elements(owner), [held]) for owner in failed}
+        behind = {owner: (self._job.sharded_elements(owner), done) for owner, done in left_out.items()}
+        ledger, event = charge(ledger, samples, losses, behind)
+        reason = "nothing is lost" if whole else f"the rows of step {source.step} are the newest"
+        seconds = time.monotonic() - started
+        read, rows = sum(b for _, b in everybody), sum(r for r, _ in everybody)
+        lost = 0 if whole else None
+        return Recovered(replace(plan, reason=reason), ledger, event, None, read, rows, seconds, lost, whole)
 
     def _bring_back(
         self,

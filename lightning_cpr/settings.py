@@ -13,15 +13,20 @@ from lightning_cpr.errors import ConfigError
 from lightning_cpr.job import Job
 from lightning_cpr.policy import check
 from lightning_cpr.policy.baseline import POLICIES, BaselinePolicy
+from lightning_cpr.policy.cost import Costs, Parity, Recovery
 from lightning_cpr.policy.due import Schedule
 from lightning_cpr.policy.priority import VARIANTS, PriorityConfig, Variant, choose_variant, select_tables
 from lightning_cpr.policy.setting import Mtbf, Setting
+from lightning_cpr.recovery.parity_config import ParityConfig
 from lightning_cpr.saver import BITS
 from lightning_cpr.store.retention import Rules
 from lightning_cpr.tables.tracker import RowTracker
 from lightning_cpr.units import seconds
 
 Resume = Literal["auto", "never"]
+
+EXPECTED_PARITY = Parity(upkeep=0.01, recovery=Recovery(load=5.0, restart=0.0), uncovered=0.1)
+"""What the planner takes parity to cost and to cover until it is measured."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Settings:
     storage_options: Mapping[str, Any] | None
     timeout_s: float
     max_failed_saves: int
+    parity: ParityConfig | None
 
     def __post_init__(self) -> None:
         check.one_of("recovery", self.recovery, get_args(RecoveryChoice))
@@ -77,6 +83,8 @@ class Settings:
             raise ConfigError(
                 f"timeout_s={self.timeout_s}, max_failed_saves={self.max_failed_saves}: above 0, and 1 or more"
             )
+        if self.parity is not None and not isinstance(self.parity, ParityConfig):
+            raise ConfigError(f"parity={self.parity!r}: must be a ParityConfig, or None for no parity")
         _ = self.known_mtbf, self.keep
 
     @staticmethod
@@ -136,6 +144,7 @@ class Settings:
             target_pls=self.target_pls,
             hosts=hosts,
             mtbf=self.known_mtbf,
+            costs=Costs() if self.parity is None else Costs(parity=EXPECTED_PARITY),
             max_pls=self.max_pls,
             ratio=self._ratio,
             row_bytes=tuple(

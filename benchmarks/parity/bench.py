@@ -1,6 +1,6 @@
 """What parity in memory costs a step, how much memory it takes, and how fast a lost shard comes back.
 
-    python -m benchmarks.parity [--rows 400000] [--steps 128] [--out benchmarks/parity/results.json]
+    python -m benchmarks.parity [--rows 400000] [--steps 96] [--out benchmarks/parity/results.json]
 
 All ranks are processes of one machine and talk over gloo on loopback: bytes are what a cluster would send, times are of
 shared CPU cores, and the exchange competes with training for them. Each mode runs the same steps on the same rows,
@@ -23,12 +23,26 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.parity.overhead import overheads, recovery_ratio
 from lightning_cpr.recovery.parity import ParityKeeper
 from lightning_cpr.recovery.parity_channel import GroupChannel
 from lightning_cpr.recovery.parity_config import ParityConfig
-from lightning_cpr.spec import Shard, ShardSpec, StateSpec, TableSpec
+from lightning_cpr.recovery.parity_groups import ParityPlan, plan_parity
+from lightning_cpr.spec import RowBlock, Shard, ShardSpec, StateSpec, TableSpec
+from lightning_cpr.store import (
+    LocalKeyValue,
+    RankPart,
+    SaveIO,
+    SaveSpec,
+    Storage,
+    load_manifest,
+    new_version_id,
+    read_into,
+    save,
+)
 
 WORLD, WIDTH = 4, 64
+SPANS = ("unhidden_s", "wait_s", "hidden_s", "unhidden_core_s", "hidden_core_s")
 
 
 def lookups(rows: int, count: int, rank: int, step: int) -> torch.Tensor:
@@ -64,39 +78,71 @@ def run_mode(keeper: ParityKeeper | None, shard: Shard, args: argparse.Namespace
     after = keeper.metrics() if keeper else {}
     if keeper:
         keeper.flush()  # its wait belongs to no step, its bytes do
-        after |= {name: keeper.metrics()[name] for name in ("hidden_s", "bytes_sent", "rows")}
+        after |= {name: keeper.metrics()[name] for name in ("hidden_s", "hidden_core_s", "bytes_sent", "rows")}
     core = time.process_time() - core
     result = {"step_ms": 1e3 * statistics.median(steps), "run_s": seconds, "core_ms_a_step": 1e3 * core / args.steps}
-    for name in ("unhidden_s", "wait_s", "hidden_s", "bytes_sent", "rows"):
+    for name in (*SPANS, "bytes_sent", "rows"):
         if keeper:
-            result[name.replace("_s", "_ms") + "_a_step" if name.endswith("_s") else name + "_a_step"] = (
-                (after[name] - before[name]) / args.steps * (1e3 if name.endswith("_s") else 1)
+            seconds_to_ms = 1e3 if name in SPANS else 1
+            result[(name[:-1] + "ms" if name in SPANS else name) + "_a_step"] = (
+                (after[name] - before[name]) / args.steps * seconds_to_ms
             )
     return result
 
 
-def rebuild(keeper: ParityKeeper, shard: Shard, path: Path, rank: int) -> dict[str, float]:
-    """Lose rank 1's shard and decode it; read the weights of a shard from a file, for comparison."""
+def rebuild(keeper: ParityKeeper, shard: Shard) -> dict[str, float]:
+    """Lose rank 1's shard and decode it, three times."""
     shard_bytes = shard.weight.nbytes + shard.states["sum"].nbytes
-    exact, times, reads = shard.weight.clone(), [], []
-    shard.weight.numpy().tofile(path)
+    exact, times = shard.weight.clone(), []
     for _ in range(3):
         keeper.encode()
         dist.barrier()
-        if rank == 1:
+        if keeper.rank == 1:
             shard.weight.fill_(float("nan"))
         times.append(keeper.rebuild([1]).seconds)
         assert torch.equal(shard.weight, exact)
-        started = time.perf_counter()
-        saved = torch.from_file(str(path), size=shard.weight.numel()).view_as(shard.weight)
-        shard.weight.copy_(saved)
-        reads.append(time.perf_counter() - started)
-    return {
-        "seconds": statistics.median(times),
-        "gb_s": shard_bytes / statistics.median(times) / 1e9,
-        "file_read_seconds": statistics.median(reads),
-        "file_read_gb_s": shard.weight.nbytes / statistics.median(reads) / 1e9,
-    }
+    return {"seconds": statistics.median(times), "gb_s": shard_bytes / statistics.median(times) / 1e9}
+
+
+def recovering(keeper: ParityKeeper, shard: Shard, args: argparse.Namespace, rank: int) -> dict[str, float]:
+    """Steps while the parity that rank 1 held is encoded anew, against steps with all encoded."""
+    keeper.rebuild([1])
+    steps, step = [], args.steps
+    while not keeper.protected:
+        step += 1
+        rows = lookups(args.rows, args.lookups, rank, step)
+        begin = time.perf_counter()
+        keeper.before_step({shard.spec: rows})
+        train(shard, rows, torch.randn(384, 384))
+        keeper.after_step(step)
+        steps.append(time.perf_counter() - begin)
+    return {"steps": float(len(steps)), "seconds": sum(steps), "mean_ms": 1e3 * statistics.mean(steps)}
+
+
+def store(shard: Shard, table: TableSpec, folder: Path) -> dict[str, float]:
+    """Save this rank's shard as a version of its own, and read it back: all ranks at once, from the page cache."""
+    name, rows = f"t{shard.spec.owner}", shard.spec.rows
+    own = TableSpec(name, rows, WIDTH, table.dtype, table.optimizer, table.states)
+    block = RowBlock(name, torch.arange(rows), 0, shard.weight, shard.states)
+    io = SaveIO(Storage(str(folder)), LocalKeyValue(), lambda: 0)
+    spec = SaveSpec(new_version_id("bench", 0, 0, "n"), 0, "base", "exact", 1, (own,))
+    started = time.perf_counter()
+    report = save(io, spec, RankPart(0, [block]))
+    saved = time.perf_counter()
+    target = Shard(ShardSpec(name, 0, rows, 0, WIDTH, 0), torch.empty_like(shard.weight), {"sum": torch.empty(rows)})
+    read_into(io.storage, load_manifest(io.storage, report.path), [target])
+    loaded = time.perf_counter()
+    assert torch.equal(target.weight, shard.weight)
+    return {"save_s": saved - started, "load_s": loaded - saved}
+
+
+def plan_of(k: int) -> ParityPlan:
+    """Nine ranks on nine hosts, shards of 90 000 to 110 000 rows."""
+    state = StateSpec("sum", "row", torch.float32)
+    table = TableSpec("t", 900_000, WIDTH, torch.float32, "rowwise_adagrad", (state,), True)
+    sizes = [90_000 + 2500 * r for r in range(9)]
+    specs = [ShardSpec("t", sum(sizes[:r]), size, 0, WIDTH, r) for r, size in enumerate(sizes)]
+    return plan_parity(ParityConfig(k=k), specs, {"t": table}, [f"h{r}" for r in range(9)])
 
 
 def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
@@ -108,7 +154,7 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
     specs = [ShardSpec("t", r * args.rows, args.rows, 0, WIDTH, r) for r in range(WORLD)]
     shard = Shard(specs[rank], torch.randn(args.rows, WIDTH), {"sum": torch.rand(args.rows)})
     shard_bytes = shard.weight.nbytes + shard.states["sum"].nbytes
-    results: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {"store": store(shard, table, Path(folder) / f"store{rank}")}
 
     def make_channel() -> GroupChannel:
         return GroupChannel(dist.new_group(backend="gloo"), timedelta(seconds=60))
@@ -134,11 +180,20 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
             "parity_over_shards": keeper.metrics()["parity_bytes"] / shard_bytes,
         }
         if every == 1:
-            results["rebuild"] = rebuild(keeper, shard, Path(folder) / f"rank{rank}", rank)
+            results["rebuild"] = rebuild(keeper, shard)
+            keeper.encode()
+            results["recovering"] = recovering(keeper, shard, args, rank)
         keeper.close()  # the run without parity changes rows untracked
         dist.barrier()
         again = run_mode(None, shard, args, rank)
         result |= {f"off_{name}": (off[name] + again[name]) / 2 for name in off}
+    for k in (1, 2, 3):
+        keeper = keeper_of(ParityConfig(k=k))
+        keeper.encode()
+        memory = {"parity": keeper.metrics()["parity_bytes"], "all": keeper.memory_bytes}
+        results[f"memory_k{k}"] = {name: value / shard_bytes for name, value in memory.items()}
+        keeper.close()
+        dist.barrier()
     gathered: list[object] = [None] * WORLD
     dist.all_gather_object(gathered, results)
     if rank == 0:
@@ -151,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=400_000, help="rows of width 64 a rank")
     parser.add_argument("--lookups", type=int, default=8192, help="row lookups a rank and step")
-    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--k", type=int, default=2)
     parser.add_argument("--m", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results.json")
@@ -167,9 +222,12 @@ def main() -> None:
     for mode in modes:
         if mode.startswith("every"):
             modes[mode]["throughput_over_off"] = round(modes[mode]["off_run_s"] / modes[mode]["run_s"], 3)
+    modes["recovering"]["throughput_over_every_1"] = round(
+        1e3 * modes["every_1"]["run_s"] / args.steps / modes["recovering"]["mean_ms"], 3
+    )
     report = {
         "what": "parity in memory; mean over ranks; gloo over loopback, all ranks share the cores of one machine; the "
-        "file is read from the page cache",
+        "store is a local disk's page cache",
         "settings": {"world": WORLD, "width": WIDTH, "optimizer": "row-wise Adagrad, fp32"}
         | {name: getattr(args, name) for name in ("rows", "lookups", "steps", "k", "m")},
         "machine": {
@@ -181,6 +239,9 @@ def main() -> None:
             "torch": torch.__version__,
         },
         "results": modes,
+        "plan_overhead_by_k": {k: round(plan_of(k).overhead, 4) for k in (2, 4, 8)},
+        "recovery": recovery_ratio(modes),
+        "total_overhead": overheads(modes),
     }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))

@@ -67,7 +67,15 @@ class Recovered:
     pls: float
 
 
-Measurement = Progress | Saved | Failed | Recovered
+@dataclass(frozen=True)
+class Upkept:
+    """Parity made training ``seconds`` longer, of ``of`` useful seconds."""
+
+    seconds: float
+    of: float
+
+
+Measurement = Progress | Saved | Failed | Recovered | Upkept
 
 
 @dataclass(frozen=True)
@@ -117,13 +125,23 @@ class PlannerState:
         base = self.setting.costs
         parity = base.parity
         if parity is not None:
-            parity = replace(parity, recovery=self._recovery("parity", parity.recovery))
+            parity = replace(
+                parity,
+                upkeep=self._measured("parity.upkeep", parity.upkeep),
+                recovery=self._recovery("parity", parity.recovery),
+                uncovered=self._uncovered(parity.uncovered),
+            )
         return Costs(
             self._measured("save", base.save),
             self._recovery("full", base.full),
             self._recovery("partial", base.partial),
             parity,
         )
+
+    def _uncovered(self, expected: float) -> float:
+        """Share of failures that parity does not cover: the expected one as ``_PRIOR`` failures, with those seen."""
+        seen = self.measured.get("parity.uncovered", Mean())
+        return (_PRIOR * expected + seen.count * seen.value) / (_PRIOR + seen.count)
 
     def _recovery(self, mode: str, base: Recovery) -> Recovery:
         return Recovery(self._measured(f"{mode}.load", base.load), self._measured(f"{mode}.restart", base.restart))
@@ -198,10 +216,16 @@ def _fold(state: PlannerState, seen: Measurement) -> PlannerState:
             raise ConfigError(f"failed owners {seen.owners}: must be some of 0..{count - 1}")
         lost = state.lost_share + state.setting.share_of(seen.owners)
         return replace(state, failures=state.failures + 1, lost_share=lost)
+    if isinstance(seen, Upkept):
+        check.not_negative("seconds", seen.seconds)
+        check.positive("of", seen.of)
+        return replace(state, measured=_add(state.measured, {"parity.upkeep": seen.seconds / seen.of}))
     check.one_of("mode", seen.mode, ("full", "partial", "parity"))
     for name in ("load", "restart", "pls"):
         check.not_negative(name, getattr(seen, name))
     values = {f"{seen.mode}.load": seen.load, f"{seen.mode}.restart": seen.restart}
+    if state.setting.costs.parity is not None:
+        values["parity.uncovered"] = float(seen.mode != "parity")
     return replace(state, pls=seen.pls, measured=_add(state.measured, values))
 
 

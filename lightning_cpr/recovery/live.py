@@ -1,8 +1,9 @@
 """Recovers a running job in place: survivors and replacements meet in a new epoch and leave it standing together.
 
 Call order on every rank: `recover` meets the others and forms the new group (`Membership`), then calls the `LiveState`
-it was given: `rebind`, then `capture` on the donor only, `adopt` on the ranks that are lost or behind, `restore` on
-all. A peer that dies meanwhile starts it over. Ranks leave through a barrier: nobody trains before everybody stands.
+it was given: `rebind`, `go_back`, then `capture` on the donor only, `adopt` on the ranks that are lost or behind,
+`restore` on all. A peer that dies meanwhile starts it over. Ranks leave through a barrier: nobody trains before
+everybody stands.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ class LiveState(Protocol):
 
     def rebind(self, group: dist.ProcessGroup) -> None:
         """Put the model onto the new group. No collective."""
+
+    def go_back(self, decision: Decision) -> None:
+        """Stand at the decision's exchange, if it names one and this rank survived. No collective."""
+
+    def held(self, holding: Holding) -> Holding:
+        """The holding as it is after a recovery that a dying peer broke off."""
 
     def capture(self) -> bytes:
         """Everything but the tables: dense part, its optimizer, schedulers, loops, RNG. Runs on the donor only."""
@@ -110,6 +117,7 @@ def recover(
             if not is_lost_peer(e):
                 raise
             log.warning("epoch %d lost a peer during its recovery: %s", epoch.number, e)
+            holding = state.held(holding)
             continue
         log.warning(
             "rank %d: recovered in epoch %d at step %d (lost %s, behind %s, dense state of rank %d): %s",
@@ -124,6 +132,7 @@ def _bring_together(recovery: Recovery, state: LiveState, clock: _Clock, device:
     group = dist.group.WORLD
     assert group is not None
     state.rebind(group)
+    state.go_back(decision)
     clock.mark("rebind")
     blob = broadcast_bytes(state.capture() if rank == decision.donor else None, decision.donor, device)
     if recovery.lost or rank in decision.behind:

@@ -101,6 +101,7 @@ class Membership:
         self.world_size = world_size
         self.backend = backend
         self.epoch = -1
+        self.on_release: Callable[[], None] | None = None  # called too when the group of an epoch is ended
         self._connect = connect
         self.store = connect(self.timeouts.collective)
         self._on_beat = on_beat
@@ -266,6 +267,8 @@ class Membership:
 
     def _release(self, store: dist.Store, number: int) -> None:
         """End the group of epoch ``number`` under whoever waits in it, on this rank and on its peers."""
+        if self.on_release is not None:
+            self.on_release()
         if self.backend != "gloo":
             dist.distributed_c10d._abort_process_group()
             return

@@ -4,7 +4,9 @@ Call order, each call on every rank at the same step::
 
     keeper = ParityKeeper(...); keeper.start(step)              # job start, restore from the store, new sharding
     keeper.before_step(touched); <the step>; keeper.after_step(step)
-    keeper = ParityKeeper(...) on a replacement; keeper.rebuild(lost) on all ranks
+    keeper.hold() on survivors, keeper = ParityKeeper(...) on a replacement
+    keeper.stand_at(exchange) on survivors                      # where nothing is to be lost
+    keeper.rebuild(lost) on all ranks
 
 The differences of a step travel while the next one computes: on a thread and a process group of their own. One exchange
 is on its way at a time; `after_step` waits for the one before. Memory beside the parity: twice the rows touched between
@@ -18,11 +20,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lightning_cpr.errors import ConfigError, RecoveryError
+from lightning_cpr.recovery.election import LostPeerError
 from lightning_cpr.recovery.parity_agree import RankState, agree, holder_move, owner_move
 from lightning_cpr.recovery.parity_channel import Channel, swap_values
 from lightning_cpr.recovery.parity_config import ParityConfig
@@ -39,15 +42,22 @@ from lightning_cpr.spec import Shard, ShardSpec, TableSpec
 log = logging.getLogger(__name__)
 
 
+class Point(NamedTuple):
+    """Where the job stood at an exchange."""
+
+    step: int
+    samples: int
+
+
 @dataclass(frozen=True)
 class Rebuilt:
-    """What a rebuild reached: the lost ranks' shards hold the bits that they had after ``step``.
+    """What a rebuild reached: the lost ranks' shards hold the bits that they had at ``point``.
 
     restored: this rank's shards that came back, empty on a survivor. nbytes, seconds: of this rank.
     """
 
     exchange: int
-    step: int
+    point: Point
     lost: tuple[int, ...]
     restored: tuple[ShardSpec, ...]
     nbytes: int
@@ -105,8 +115,8 @@ class ParityKeeper:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpr-parity")
         self._inflight: Future[Outcome] | None = None
         self._closed: Closed | None = None
-        self._points: dict[int, tuple[int, Any]] = {}  # by exchange: its last step and the caller's replica of then
-        self._step = 0
+        self._points: dict[int, Point] = {}
+        self._now = Point(0, 0)
         self._encoded = False
         self._meter = Meter()
 
@@ -118,9 +128,25 @@ class ParityKeeper:
         return self._encoded and self._meter.mismatches == 0 and self._channel is not None
 
     @property
-    def step(self) -> int:
-        """The last step whose exchange all ranks have: what a failure now would go back to at the earliest."""
-        return self._points.get(self._progress.acknowledged, (self._step, None))[0]
+    def point(self) -> Point:
+        """The last exchange that all ranks have: what a failure now would go back to at the earliest."""
+        return self._points.get(self._progress.acknowledged, self._now)
+
+    @property
+    def mismatches(self) -> int:
+        """Pieces of all ranks that did not match their members, since `start`."""
+        return self._meter.mismatches
+
+    def standing(self) -> tuple[RankState, dict[int, Point]]:
+        """How far this rank's exchanges have come, and where the job stood at those that it could be told to stand at.
+
+        Settled only while none is under way.
+        """
+        return self._progress.state(self.rank), dict(self._points)
+
+    def step_of(self, exchange: int) -> int:
+        """The last step of an exchange that is not acknowledged yet."""
+        return self._points[exchange].step
 
     @property
     def memory_bytes(self) -> int:
@@ -135,7 +161,7 @@ class ParityKeeper:
         """
         return {
             **self._meter.values(),
-            "lag_steps": self._step - self.step,
+            "lag_steps": self._now.step - self.point.step,
             "memory_bytes": self.memory_bytes,
             "parity_bytes": 8 * self.plan.parity_words(self.rank),
             "unfinished_rows": self._owner.unfinished,
@@ -144,21 +170,18 @@ class ParityKeeper:
 
     # Upkeep
 
-    def start(self, step: int, replica: Any = None) -> None:
+    def start(self, step: int, samples: int = 0) -> None:
         """Protect the shards as they are now; parity is encoded with the exchanges that follow. Collective in effect.
 
         Also the way back from a mismatch and from a restore out of the store, at the same step on every rank.
-
-        Args:
-            replica: whatever the caller needs to bring its replicated state back to this step; `roll_back` returns it.
         """
         self._quit_exchange(abort=False)
         if self._channel is None:
             self._channel = self._make_channel()
         self._reset()
         self._progress.stand_at(0)
-        self._points = {0: (step, replica)}
-        self._step = step
+        self._now = Point(step, samples)
+        self._points = {0: self._now}
 
     def before_step(self, touched: Mapping[ShardSpec, Tensor | None]) -> None:
         """Keep the bits of rows that the coming step changes.
@@ -172,20 +195,28 @@ class ParityKeeper:
                 if _protectable(spec):
                     self._owner.windows[spec].touch(rows)
 
-    def after_step(self, step: int, replica: Any = None) -> None:
+    def after_step(self, step: int, samples: int = 0) -> None:
         """The step is done on this rank; hand its changes to the background if an exchange is due.
 
         Raises:
-            RecoveryError: the exchange before failed: a rank is gone. Find out which, then `rebuild`.
+            LostPeerError: the exchange before failed: a rank is gone. Find out which, then `rebuild`.
         """
-        self._step = step
+        self._now = Point(step, samples)
         every = self.config.every_n_steps if self._encoded else 1
-        if step - self._points[self._progress.closed][0] >= every:
-            self._exchange(replica)
+        if step - self._points[self._progress.closed].step >= every:
+            self._exchange()
 
-    def flush(self, replica: Any = None) -> None:
+    def join(self) -> None:
+        """Wait until all ranks have the exchange under way, if there is one.
+
+        Raises:
+            LostPeerError: it failed.
+        """
+        self._join()
+
+    def flush(self) -> None:
         """Exchange now, and wait until all ranks have it."""
-        self._exchange(replica)
+        self._exchange()
         self._join()
 
     def encode(self) -> None:
@@ -208,6 +239,19 @@ class ParityKeeper:
         if self._channel is not None:
             self._channel.abort()
 
+    def hold(self) -> tuple[RankState, dict[int, int]]:
+        """A rank is gone: break off the exchange under way. Where this rank stands then, and the step of each exchange
+        that it can be told to stand at; neither changes until `stand_at` or `rebuild`.
+        """
+        self._quit_exchange(abort=True)
+        state, points = self.standing()
+        return state, {exchange: point.step for exchange, point in points.items()}
+
+    def stand_at(self, exchange: int) -> None:
+        """Go back to an exchange that `parity_agree.agree` found: the parity held here and this rank's own rows."""
+        self._go_to(exchange)
+        self.roll_back()
+
     def rebuild(self, lost: Collection[int]) -> Rebuilt:
         """Bring the shards of lost ranks back. Collective, on a fresh channel, with replacements in the lost places.
 
@@ -216,8 +260,9 @@ class ParityKeeper:
         failure of the rebuild itself, call it again with all ranks that are lost by then.
 
         Raises:
-            RecoveryError: too much is lost, or parity did not match its checksums. The lost shards' content is then
-                undefined: restore them from the store, then `start`.
+            LostPeerError: another rank is gone.
+            RecoveryError: on all ranks: too much is lost, or parity did not match its checksums. The lost shards'
+                content is then undefined: restore them from the store, then `start`.
         """
         started = time.perf_counter()
         self._quit_exchange(abort=True)
@@ -225,14 +270,15 @@ class ParityKeeper:
         channel = self._channel = self._make_channel()
         if self.rank in lost:
             self._progress.fresh = True
-        mine = {"state": asdict(self._progress.state(self.rank)), "steps": {e: s for e, (s, _) in self._points.items()}}
+        mine = {"state": asdict(self._progress.state(self.rank)), "points": self._points}
         answers = swap_values(channel, mine)
         agreement = agree([RankState(**answer["state"]) for answer in answers], lost)
         exchange = agreement.exchange
-        step = next(a["steps"][str(exchange)] for a in answers if a["state"]["rank"] not in agreement.lost)
+        point = Point(*next(a["points"][str(exchange)] for a in answers if a["state"]["rank"] not in agreement.lost))
         if self.rank in agreement.lost:
             self._reset()
-            self._points = {exchange: (step, None)}
+            self._now = point
+            self._points = {exchange: point}
         else:
             self._go_to(exchange)
         held = {"unfinished": self._holder.unfinished(), "bad": sorted(self._holder.bad)}
@@ -250,22 +296,21 @@ class ParityKeeper:
         self._meter.mismatches = max(answer["mismatches"] for answer in parity)
         self._progress.stand_at(exchange)
         restored = tuple(self._owner.windows) if self.rank in agreement.lost else ()
-        return Rebuilt(exchange, step, agreement.lost, restored, job.bytes, time.perf_counter() - started)
+        return Rebuilt(exchange, point, agreement.lost, restored, job.bytes, time.perf_counter() - started)
 
-    def roll_back(self) -> tuple[int, Any]:
-        """Give this rank's rows the bits of the last agreed exchange: its step, and the replica handed in then.
+    def roll_back(self) -> Point:
+        """Give this rank's rows the bits of the last agreed exchange.
 
-        After a rebuild on all ranks, nothing is lost: everybody stands at that step. The replica is None on a rank that
-        was rebuilt.
+        After a rebuild on all ranks, nothing is lost: everybody stands at that step.
         """
         for window in self._owner.windows.values():
             window.roll_back()
-        self._step, replica = self._points[self._progress.closed]
-        return self._step, replica
+        self._now = self._points[self._progress.closed]
+        return self._now
 
     # Inner parts
 
-    def _exchange(self, replica: Any) -> None:
+    def _exchange(self) -> None:
         if self._channel is None or self._progress.fresh:
             raise RecoveryError("parity is not running on this rank: call start or rebuild first")
         with self._meter.timed("unhidden"):
@@ -274,7 +319,7 @@ class ParityKeeper:
             every = self.config.scrub_every if self._encoded else 0
             self._closed = self._owner.close(number, self.config.encode_mb << 20, every)
             self._progress.closed = number
-            self._points[number] = (self._step, replica)
+            self._points[number] = self._now
             self._inflight = self._worker.submit(self._background, self._closed, self._channel, every)
 
     def _background(self, closed: Closed, channel: Channel, scrub_every: int) -> Outcome:
@@ -283,6 +328,8 @@ class ParityKeeper:
                 return run_exchange(
                     closed, self._owner, self._holder, channel, self._progress, scrub_every, self._probe
                 )
+            except LostPeerError:
+                raise
             except (RuntimeError, MemoryError) as error:
                 raise RecoveryError(
                     f"parity: exchange {closed.exchange} failed on rank {self.rank}: {error}"

@@ -1,14 +1,14 @@
 """The wire under parity: ranks swap int64 messages, all with all, over a process group of their own.
 
 Every rank waits for every other one in each swap, so the death of any of them reaches all; `abort` releases a wait that
-only the group's timeout would end.
+only the group's timeout would end, on this rank and, with `open_channel`, on its peers.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cpr.errors import RecoveryError
+from lightning_cpr.recovery.election import LostPeerError
+from lightning_cpr.recovery.sockets import new_listeners, shut_down
 
 
 class Channel(Protocol):
@@ -32,7 +33,7 @@ class Channel(Protocol):
             sizes: words to expect from each rank, where the ranks know them; None: they are swapped first.
 
         Raises:
-            RecoveryError: a peer is gone, too slow, or the channel was aborted.
+            LostPeerError: a peer is gone, too slow, or the channel was aborted.
         """
 
     def abort(self) -> None:
@@ -45,13 +46,20 @@ class GroupChannel:
     Args:
         group: from ``torch.distributed.new_group``, or a bare ``ProcessGroupGloo``: no default group is needed.
         timeout: the longest wait for one swap.
+        on_abort: ends the group's connections.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta = timedelta(seconds=60)) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: timedelta = timedelta(seconds=60),
+        on_abort: Callable[[], object] = lambda: None,
+    ) -> None:
         self.rank = group.rank()
         self.world = group.size()
         self._group = group
         self._timeout = timeout.total_seconds()
+        self._on_abort = on_abort
         self._wake = threading.Event()
         self._aborted = False
         self._stuck: list[Any] = []  # an abandoned operation still writes to its buffers
@@ -66,13 +74,15 @@ class GroupChannel:
         return list(incoming.split(list(sizes)))
 
     def abort(self) -> None:
-        self._aborted = True
-        self._wake.set()
+        if not self._aborted:
+            self._aborted = True
+            self._wake.set()
+            self._on_abort()
 
     def _all_to_all(self, output: Tensor, source: Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
         self._wake.clear()  # before the look at _aborted: an abort in between would be missed
         if self._aborted:
-            raise RecoveryError("parity: the channel was aborted; rebuild on a fresh process group")
+            raise LostPeerError("parity: the channel was aborted; rebuild on a fresh process group")
         try:
             work = self._group.alltoall_base(output, source, out_sizes, in_sizes)
             work.get_future().add_done_callback(lambda _: self._wake.set())
@@ -81,10 +91,31 @@ class GroupChannel:
                 work.wait()
                 return
         except RuntimeError as error:
-            raise RecoveryError(f"parity: rank {self.rank} lost a peer ({error})") from error
+            raise LostPeerError(f"parity: rank {self.rank} lost a peer ({error})") from error
         self._stuck.append((work, output, source))
         reason = "was aborted" if self._aborted else f"waited {self._timeout:.0f} s for a peer"
-        raise RecoveryError(f"parity: the swap of rank {self.rank} {reason}; rebuild on a fresh process group")
+        raise LostPeerError(f"parity: the swap of rank {self.rank} {reason}; rebuild on a fresh process group")
+
+
+def open_channel(store: dist.Store, rank: int, world: int, timeout: timedelta) -> GroupChannel:
+    """A channel over a gloo group of its own, whose connections `abort` ends. Collective.
+
+    Args:
+        store: under a prefix that served no group before.
+
+    Raises:
+        LostPeerError: a peer did not come.
+    """
+    listeners: set[int] = set()
+    try:
+        with new_listeners(listeners):
+            group = dist.ProcessGroupGloo(store, rank, world, timeout)
+    except RuntimeError as error:
+        raise LostPeerError(f"parity: rank {rank} could not reach its peers ({error})") from error
+    peers: set[int] = set()
+    channel = GroupChannel(group, timeout, lambda: shut_down(listeners, peers - listeners))  # type: ignore[arg-type]
+    peers.update(port for told in swap_values(channel, {"ports": sorted(listeners)}) for port in told["ports"])
+    return channel
 
 
 def swap_values(channel: Channel, value: dict[str, Any]) -> list[dict[str, Any]]:

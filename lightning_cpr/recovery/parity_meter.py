@@ -41,10 +41,10 @@ class Meter:
             self._core[span] += time.thread_time() - core
 
     def values(self) -> dict[str, float]:
-        """By name: counts, ``<span>_s`` and ``core_s``, the processor seconds of both threads."""
+        """By name: counts, ``<span>_s``, and ``<span>_core_s``, the processor seconds in it."""
         return {
             **self._counts,
             "mismatches": self.mismatches,
             **{f"{span}_s": seconds for span, seconds in self._seconds.items()},
-            "core_s": self._core["hidden"] + self._core["unhidden"],
+            **{f"{span}_core_s": self._core[span] for span in ("hidden", "unhidden")},
         }

@@ -30,7 +30,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_cpr.recovery.child import heartbeat
-from lightning_cpr.recovery.election import Holding, is_lost_peer
+from lightning_cpr.recovery.election import Decision, Holding, is_lost_peer
 from lightning_cpr.recovery.live import Recovery, recover
 from lightning_cpr.recovery.membership import REPLACES_ENV, Membership, Timeouts
 from lightning_cpr.tables.dense import dense_state, load_dense_state
@@ -119,6 +119,12 @@ class State:
 
     def rebind(self, group: dist.ProcessGroup) -> None:
         rebind(self.model, group)
+
+    def go_back(self, decision: Decision) -> None:
+        """Without parity there is nothing to go back to."""
+
+    def held(self, holding: Holding) -> Holding:
+        return holding
 
     def capture(self) -> bytes:
         buffer = io.BytesIO()

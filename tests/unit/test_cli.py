@@ -37,6 +37,7 @@ def test_a_missing_script_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     [
         ("save_every_n_steps: 0", "save_every_n_steps=0: must be a whole number, 1 or more"),
         ("target_pls: 2", "target_pls=2.0: must lie in (0, 1]"),
+        ("parity: {k: 4, m: 3}", "ParityConfig(m=3): allowed are whole numbers from 1 to 2"),
     ],
 )
 def test_what_the_callback_refuses_is_one_line_from_a_config(

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cpr.errors import RecoveryError
-from lightning_cpr.recovery.election import Decision, Holding, elect, is_lost_peer
+from lightning_cpr.recovery.election import Decision, Holding, Standing, elect, is_lost_peer
+from lightning_cpr.recovery.parity_agree import RankState
 
 
 def holdings(*steps: int | None) -> list[Holding]:
@@ -51,3 +52,45 @@ def test_holdings_survive_the_store() -> None:
 )
 def test_what_counts_as_a_lost_peer(error: Exception, lost: bool) -> None:
     assert is_lost_peer(error) is lost
+
+
+def parity(rank: int, loop: int, closed: int, received: int, acknowledged: int, again: bool = True) -> Holding:
+    """A survivor with parity of every step: exchange e is the one of step e."""
+    applied = min(received, acknowledged + 1)
+    state = RankState(rank, False, closed, received, applied, acknowledged)
+    steps = {exchange: exchange for exchange in range(acknowledged, closed + 1)}
+    return Holding(rank, 100 + rank, loop, standing=Standing(loop, again, state, steps))
+
+
+DEAD = Holding(2, 7, None)
+
+
+def test_all_go_back_to_the_newest_exchange_that_everybody_has() -> None:
+    # both are in batch 9; the exchange of batch 8 did not reach rank 1 before its sender died
+    decision = elect([parity(0, 8, 8, 8, 7), parity(1, 8, 8, 7, 7), DEAD])
+    assert decision == Decision(step=7, donor=0, lost=(2,), behind=(), exchange=7)
+
+
+def test_the_donor_is_where_the_loops_are_farthest() -> None:
+    decision = elect([parity(0, 7, 7, 7, 7), parity(1, 8, 8, 8, 7), DEAD])
+    assert (decision.step, decision.exchange, decision.donor, decision.behind) == (7, 7, 1, ())
+
+
+@pytest.mark.parametrize(
+    "holding",
+    [
+        parity(1, 8, 7, 7, 6, again=False),  # it would have to run a batch again that it does not have
+        parity(1, 9, 7, 7, 7),  # two batches
+        Holding(1, 101, 8),  # no parity
+    ],
+)
+def test_nobody_goes_back_where_one_cannot(holding: Holding) -> None:
+    decision = elect([parity(0, 8, 8, 8, 7), holding, DEAD])
+    assert decision.exchange is None
+    assert decision.step == max(8, holding.step or 0)
+
+
+def test_a_standing_survives_the_store() -> None:
+    holding = parity(0, 8, 8, 8, 7)
+    assert Holding.from_json(holding.to_json()) == holding
+    assert Holding.from_json(DEAD.to_json()) == DEAD

@@ -14,7 +14,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from lightning_cpr import Fault, FaultInjector
+from lightning_cpr import CPRCallback, Fault, FaultInjector, ParityConfig
 from lightning_cpr.errors import ConfigError, FaultInjectedError
 from lightning_cpr.faults import RandomFaults
 from lightning_cpr.spec import Shard, ShardSpec
@@ -148,3 +148,15 @@ def test_a_restarted_job_is_not_wiped_again(attempt: str, wiped: list[int], monk
     trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=2))
     injector.on_train_batch_end(trainer)
     assert injector.take_wiped() == wiped
+
+
+def test_parity_from_yaml() -> None:
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(CPRCallback, "callback")
+    text = """
+callback:
+  class_path: lightning_cpr.CPRCallback
+  init_args: {root: somewhere, parity: {k: 8, m: 2, every_n_steps: 4}}
+"""
+    callback = parser.instantiate_classes(parser.parse_string(text)).callback
+    assert callback.settings.parity == ParityConfig(k=8, m=2, every_n_steps=4)

@@ -43,7 +43,7 @@ class Job:
         self.keepers = [self.keeper(rank) for rank in range(world)]
         self.step = 0
         for keeper in self.keepers:
-            keeper.start(0, replica="replica 0")
+            keeper.start(0, samples=0)
         self.history = {0: [bits(shards) for shards in self.shards]}
 
     def keeper(self, rank: int) -> ParityKeeper:
@@ -76,7 +76,7 @@ class Job:
         for _ in range(steps):
             self.compute()
             for keeper in self.keepers:
-                keeper.after_step(self.step, replica=f"replica {self.step}")
+                keeper.after_step(self.step, samples=10 * self.step)
 
     def settle(self) -> None:
         everywhere(lambda rank: self.keepers[rank].encode(), range(self.world))
@@ -146,7 +146,7 @@ def test_parity_follows_training_and_any_rank_comes_back(layout: int, world: int
             job.compute()  # survivors hold changes that no exchange has seen
             live = job.history[job.step]
             for result in job.replace(list(lost)):
-                assert result.step == job.step - 1
+                assert result.point.step == job.step - 1
             for rank in range(world):
                 assert bits(job.shards[rank]) == (exchanged if rank in lost else live)[rank]
             assert not any(keeper.protected for keeper in job.keepers)
@@ -174,15 +174,15 @@ def test_death_at_every_point_of_an_exchange(point: str, victim: int, every: int
         job.run_into_failure(4 * every)
         assert job.hub.dead == {victim}
         results = job.replace([victim])
-        exchange, step = results[0].exchange, results[0].step
-        assert {(r.exchange, r.step, r.lost) for r in results} == {(exchange, step, (victim,))}
+        exchange, step = results[0].exchange, results[0].point.step
+        assert {(r.exchange, r.point.step, r.lost) for r in results} == {(exchange, step, (victim,))}
         assert exchange >= number + (2 if point in ("applied", "acknowledged") else 1)
         assert bits(job.shards[victim]) == job.history[step][victim]
         assert results[victim].restored == tuple(
             s.spec for s in job.shards[victim] if s.spec.rows and not s.spec.replicated
         )
         for rank, keeper in enumerate(job.keepers):
-            assert keeper.roll_back() == (step, None if rank == victim else f"replica {step}")
+            assert keeper.roll_back() == (step, 10 * step)
             assert bits(job.shards[rank]) == job.history[step][rank]
         job.step = step
         job.run(2)
@@ -205,7 +205,7 @@ def test_death_in_the_middle_of_a_message_round(swap: int, reached: frozenset[in
         job.hub.partial = (0, job.keepers[0]._channel.count + swap, reached)
         job.run_into_failure(6)
         results = job.replace([0])
-        step = results[0].step
+        step = results[0].point.step
         for rank, keeper in enumerate(job.keepers):
             keeper.roll_back()
             assert bits(job.shards[rank]) == job.history[step][rank]

@@ -16,6 +16,7 @@ from lightning_cpr.policy.planner import (
     Progress,
     Recovered,
     Saved,
+    Upkept,
     choose_recovery,
     observe,
     plan,
@@ -243,3 +244,34 @@ def test_every_plan_is_valid_and_the_state_survives_json(setting: Setting, seen:
 def test_the_partial_interval_meets_its_target_exactly(target: float, mtbf: float, owners: int) -> None:
     interval = interval_partial(target, mtbf, 1 / owners)
     assert expected_pls(interval, mtbf, None, 1 / owners) == pytest.approx(target)
+
+
+def test_parity_is_planned_with_what_it_costs_and_covers() -> None:
+    """Dear upkeep, or failures that it does not cover, take it out of the plan."""
+    parity = Parity(upkeep=0.001, recovery=Recovery(1.0, 0.0), uncovered=0.1)
+    setting = Setting(
+        owners=(1.0,) * 8, mtbf=Mtbf(10 * 3600.0, None), costs=Costs(save=60.0, parity=parity),
+        total_seconds=100 * 3600.0,
+    )  # fmt: skip
+    state = PlannerState(setting)
+    assert plan(state).mode == "parity"
+    dear, found = observe(state, Upkept(50.0, 100.0))
+    assert dear.costs.parity is not None
+    assert dear.costs.parity.upkeep == 0.5
+    assert found.mode == "partial"
+    cheap, found = observe(dear, Upkept(0.0, 100.0))
+    assert cheap.costs.parity is not None
+    assert cheap.costs.parity.upkeep == 0.25  # a running mean
+    covered, _ = observe(state, Recovered("parity", 3.0, 0.0, 0.0))
+    missed, _ = observe(state, Recovered("partial", 3.0, 0.0, 0.0))
+    assert covered.costs.parity is not None
+    assert missed.costs.parity is not None
+    assert covered.costs.parity.recovery.load == 3.0
+    assert covered.costs.parity.uncovered == pytest.approx(0.2 / 3)
+    assert missed.costs.parity.uncovered == pytest.approx(1.2 / 3)
+    assert observe(state, Upkept(1.0, 50.0))[0].to_json()["measured"]["parity.upkeep"] == {"count": 1, "value": 0.02}
+
+
+def test_no_parity_no_share_of_it() -> None:
+    state, _ = observe(PlannerState(Setting(owners=(1.0, 1.0))), Recovered("partial", 3.0, 0.0, 0.0))
+    assert "parity.uncovered" not in state.measured
