@@ -30,6 +30,7 @@ from lightning_cpr.recovery.guardian import HEARTBEAT_FD_ENV
 from lightning_cpr.recovery.live import Recovery, recover
 from lightning_cpr.recovery.membership import REPLACES_ENV, Epoch, Membership, Timeouts
 from lightning_cpr.spec import Shard, ShardSpec
+from lightning_cpr.start_checks import check_waits
 from lightning_cpr.state import rng_state, set_rng_state, to_plain
 from lightning_cpr.store.blob import decode_blob, encode_blob
 from lightning_cpr.tables.rebind import check_rebindable, drop_traces, rebind, stand_in_group
@@ -102,7 +103,8 @@ class LiveRecovery:
         global _membership
         if _membership is not None:
             return
-        timeouts = Timeouts(collective=timeout)
+        waits = check_waits(timeout)
+        timeouts = Timeouts(waits.collective, waits.announce, waits.join, waits.free)
         _membership = Membership.from_env(backend=backend, timeouts=timeouts, on_beat=heartbeat())
         atexit.register(_membership.close)
         if self.apart:

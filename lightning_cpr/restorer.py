@@ -93,7 +93,7 @@ class Restorer:
         )
 
     def recover_lost(
-        self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, ledger: Ledger
+        self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, ledger: Ledger, reason: str
     ) -> Recovered:
         """`recover` for ranks whose processes were replaced: the old group and its saves are gone already.
 
@@ -111,8 +111,7 @@ class Restorer:
 
         before = self._saves.chain = self._job.from_rank_0(newest_chain)
         self._saves.tracker.settle(before.version)
-        why: tuple[Mode, str] = ("partial", "a process died and was replaced")
-        recovered = self._bring_back(trainer, failed, at, before, why, ledger, started)
+        recovered = self._bring_back(trainer, failed, at, before, ("partial", reason), ledger, started)
         return replace(recovered, lost_updates=None, lost_exact=False)
 
     def _bring_back(

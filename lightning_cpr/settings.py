@@ -21,7 +21,7 @@ from lightning_cpr.store.retention import Rules
 from lightning_cpr.tables.tracker import RowTracker
 from lightning_cpr.units import seconds
 
-Resume = Literal["auto", "never"]
+Resume = Literal["auto", "reshard", "never"]
 
 
 @dataclass(frozen=True)

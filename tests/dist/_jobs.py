@@ -37,10 +37,20 @@ class Job:
         return [e["pid"] for e in self.events(rank, "start")]
 
 
-def run_job(script: Path, out: Path, args: Sequence[str], options: Sequence[str], timeout: float) -> Job:
-    """Run a job to its end. Raises TimeoutExpired, with nothing left running, if it takes longer."""
+def run_job(
+    script: Path,
+    out: Path,
+    args: Sequence[str],
+    options: Sequence[str],
+    timeout: float,
+    launch: Sequence[str] = (sys.executable, "-c", LAUNCH),
+) -> Job:
+    """Run a job to its end. Raises TimeoutExpired, with nothing left running, if it takes longer.
+
+    launch: what comes before the options; ``lightning-cpr run`` if nothing else is said.
+    """
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", LAUNCH, *options, str(script), "--out", str(out), *args]
+    command = [*launch, *options, str(script), "--out", str(out), *args]
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         _, stderr = process.communicate(timeout=timeout)
@@ -51,11 +61,17 @@ def run_job(script: Path, out: Path, args: Sequence[str], options: Sequence[str]
         process.kill()
         process.communicate()
         raise
+    return Job(process.returncode, stderr, read_logs(out))
+
+
+def read_logs(out: Path) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """What the processes of a job have written so far, by (rank, pid)."""
     logs = {}
     for path in sorted(out.glob("*.jsonl")):
         rank, pid = path.stem.split("-")
-        logs[int(rank), int(pid)] = [json.loads(line) for line in path.read_text().splitlines()]
-    return Job(process.returncode, stderr, logs)
+        lines = path.read_text().splitlines(keepends=True)
+        logs[int(rank), int(pid)] = [json.loads(line) for line in lines if line.endswith("\n")]
+    return logs
 
 
 def still_running(out: Path) -> list[str]:

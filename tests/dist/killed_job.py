@@ -21,6 +21,10 @@ def sums(model: Any) -> dict[str, float]:
     return {name: rows.double().sum().item() for name, rows in rows_of(model).items()}
 
 
+def dense_sum(module: Any) -> float:
+    return sum(p.double().sum().item() for p in module.net.mlp.parameters())
+
+
 class Recorded(CPRCallback):
     """Tells `Record` what this rank's rows were right before and after a recovery."""
 
@@ -44,28 +48,36 @@ class Record(Callback):
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         step = trainer.fit_loop.total_batch_idx + 1
-        self.write("before", step=step, rows=sums(trainer.model))
+        self.write("before", step=step, rows=sums(trainer.model), dense=dense_sum(trainer.lightning_module))
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         step = trainer.fit_loop.total_batch_idx + 1
-        self.write("step", step=step, rows=sums(trainer.model))
+        self.write("step", step=step, rows=sums(trainer.model), batch=args[-1])
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.write("broke", rows=sums(trainer.model), dense=dense_sum(module), error=repr(exception))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill", action="append", default=[])
+    parser.add_argument("--hang", action="append", default=[])
+    parser.add_argument("--resume", default="auto")
     options = parser.parse_args()
     torch.set_num_threads(1)
     injector = FaultInjector()
     for kill in options.kill:
         rank, step, point = kill.split(":")
         injector.kill(int(rank), int(step), point)  # type: ignore[arg-type]
-    cpr = Recorded(str(options.out / "root"), save_every_n_steps=10, timeout_s=30)
+    for hang in options.hang:
+        rank, step, point = hang.split(":")
+        injector.hang(int(rank), int(step), point)  # type: ignore[arg-type]
+    cpr = Recorded(str(options.out / "root"), save_every_n_steps=10, timeout_s=30, resume=options.resume)
     cpr.record = record = Record(options.out)
-    world = int(os.environ["WORLD_SIZE"])
+    local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     strategy = TorchRecStrategy(plan={"a": "row_wise", "b": "table_wise", "c": "data_parallel"})
-    trainer = make_trainer(world, strategy, callbacks=[cpr, record, injector])
+    trainer = make_trainer(local, strategy, callbacks=[cpr, record, injector], num_nodes=world // local)
     trainer.fit(Tiny(dense="adam"), make_loader(int(os.environ["RANK"]), 40))
     record.write("end", step=trainer.global_step, pls=cpr.pls, counts=cpr.counts, samples=cpr.samples)
 
