@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cpr import handover, preemption
-from lightning_cpr._lightning import Callback, check_trainer, pl
+from lightning_cpr._lightning import Callback, check_trainer, pl, rank_zero_info
 from lightning_cpr.chain import Chain
 from lightning_cpr.checkpoint_io import Version
 from lightning_cpr.controller import Bits, Controller, RecoveryChoice
@@ -295,6 +295,7 @@ class CPRCallback(Callback):
             )
         else:
             self.epoch = 0
+            rank_zero_info(f"CPRCallback begins run {self._run.run_id} in {self.root}, which holds none yet")
 
     def _make_tracker(self) -> RowTracker:
         return self.settings.tracker(self.job, count=self._injector is not None)

@@ -14,7 +14,7 @@ from tests.dist._jobs import ROOT, Job, read_logs, still_running
 
 JOB = ROOT / "tests" / "dist" / "killed_job.py"
 # torchrun keeps the address of a store that died with its host, unless rank 0's process has the store.
-ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LOGLEVEL": "DEBUG"}
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "-")]
 
 

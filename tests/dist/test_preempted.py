@@ -24,7 +24,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=0", "
     ids=["lightning-cpr run", "torchrun", "Lightning's launcher"],
 )
 def test_both_ranks_save_the_same_step_and_leave(launcher: list[str], target: str, tmp_path: Path) -> None:
-    job = run_job(JOB, tmp_path, ["--target", target], [], timeout=120, launch=[sys.executable, *launcher])
+    job = run_job(JOB, tmp_path, ["--target", target], [], timeout=240, launch=[sys.executable, *launcher])
     told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert {t["error"] for t in told} == {f"SystemExit({EXIT_PREEMPTED})"}, job.stderr[-4000:]
     (stop,) = {t["step"] for t in told}
