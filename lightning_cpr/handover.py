@@ -94,7 +94,7 @@ def _state(trainer: pl.Trainer, job: Job) -> bytes:
         "replicas": replicated_state(job.module),
         "scalars": fused_scalars(job.module, trainer.optimizers),
         "rng": rng_state(),
-        "inside": progress.current.ready > progress.current.processed,
+        "inside": progress.current.ready > progress.current.processed,  # type: ignore[attr-defined]
     }
     return encode_blob(to_plain(told))
 

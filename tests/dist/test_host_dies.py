@@ -14,8 +14,12 @@ from tests.dist._jobs import ROOT, Job, read_logs, still_running
 
 JOB = ROOT / "tests" / "dist" / "killed_job.py"
 # torchrun keeps the address of a store that died with its host, unless rank 0's process has the store.
-ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LOGLEVEL": "DEBUG"}
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "-")]
+ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "-"),
+]
 
 
 def options(nodes: str, address: str, endpoint: str) -> list[str]:
@@ -75,7 +79,7 @@ def test_the_other_hosts_rows_are_handed_over_to_whatever_rank_takes_them(tmp_pa
 
 def test_fewer_hosts_go_on_from_the_store(tmp_path: Path) -> None:
     job = run(tmp_path, "1:2", False, "--resume", "reshard")
-    assert "nothing" not in job.stderr or "handed over" in job.stderr
+    assert "refused and removed: it is of run" in job.stderr  # another plan
     (end,) = job.events(0, "end")
     assert end["step"] == 40
     manifest = find_version(str(tmp_path / "root")).manifest
