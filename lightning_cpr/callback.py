@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_cpr import handover, preemption
 from lightning_cpr._lightning import Callback, check_trainer, pl, rank_zero_info
 from lightning_cpr.chain import Chain
-from lightning_cpr.checkpoint_io import Version
+from lightning_cpr.checkpoint_io import VERSION_KEY, Version
 from lightning_cpr.controller import Bits, Controller, RecoveryChoice
 from lightning_cpr.cycle import SaveCycle
 from lightning_cpr.errors import ConfigError, ForeignRunError, RecoveryError, UnsupportedError
@@ -464,8 +464,14 @@ class CPRCallback(Callback):
     ) -> None:
         if hasattr(self, "storage"):
             rename_state(trainer, self.storage, self.state_key, checkpoint)
-        if self._taken is not None:
+        if self._taken is None:
+            return
+        if checkpoint[VERSION_KEY] is None:
             self._taken.adopt()
+        else:
+            log.warning("a ckpt_path is given: the job goes back to it, what was handed over is not used")
+            self._taken.close()
+            self._taken = None
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

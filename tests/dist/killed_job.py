@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_cpr import CPRCallback, FaultInjector, TorchRecStrategy
 from lightning_cpr._lightning import Callback
@@ -58,8 +59,16 @@ class Record(Callback):
         self.write("broke", rows=sums(trainer.model), dense=dense_sum(module), error=repr(exception))
 
 
+class Meet(Callback):
+    """A collective between two batches."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        dist.barrier()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--meet-at-batch-end", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--hang", action="append", default=[])
@@ -76,8 +85,9 @@ def main() -> None:
     cpr = Recorded(str(options.out / "root"), save_every_n_steps=10, timeout_s=30, resume=options.resume)
     cpr.record = record = Record(options.out)
     local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    meet = [Meet()] if options.meet_at_batch_end else []
     strategy = TorchRecStrategy(plan={"a": "row_wise", "b": "table_wise", "c": "data_parallel"})
-    trainer = make_trainer(local, strategy, callbacks=[cpr, record, injector], num_nodes=world // local)
+    trainer = make_trainer(local, strategy, callbacks=[cpr, record, injector, *meet], num_nodes=world // local)
     trainer.fit(Tiny(dense="adam"), make_loader(int(os.environ["RANK"]), 40))
     record.write("end", step=trainer.global_step, pls=cpr.pls, counts=cpr.counts, samples=cpr.samples)
 

@@ -17,24 +17,24 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 @pytest.mark.slow
-def test_survivors_keep_their_rows_over_a_restart(tmp_path: Path) -> None:
-    job = run_job(
-        JOB, tmp_path, ["--kill", "1:24:forward"], ["--max-restarts=1", "--nproc-per-node=2"], 240, launch=TORCHRUN
-    )
+@pytest.mark.parametrize(("point", "finished"), [("forward", 23), ("batch_end", 24)])
+def test_survivors_keep_their_rows_over_a_restart(point: str, finished: int, tmp_path: Path) -> None:
+    args = ["--kill", f"1:24:{point}", "--meet-at-batch-end"]
+    job = run_job(JOB, tmp_path, args, ["--max-restarts=1", "--nproc-per-node=2"], 280, launch=TORCHRUN)
     assert job.code == 0, job.stderr[-5000:]
     assert (len(job.pids(0)), len(job.pids(1))) == (2, 2)
     (broke,) = job.events(0, "broke")
     second = job.pids(0)[1], job.pids(1)[1]
     kept, restored = (next(e for e in job.events(rank, "before") if e["pid"] == pid) for rank, pid in enumerate(second))
     # the survivor: bit-identical rows, dense part and step of the moment that broke
-    assert kept["step"] == restored["step"] == 24
+    assert kept["step"] == restored["step"] == finished + 1
     assert kept["rows"] == broke["rows"]
     assert kept["dense"] == restored["dense"] == broke["dense"]
     # the lost one: the newest version's rows, the survivor's dense part and replicated table
     events = read_events(Storage(str(tmp_path / "root")))
     (recovery,) = [e for e in events if e["event"] == "recovery"]
     assert (recovery["failed"], recovery["handed_over"], recovery["mode"]) == ([1], [0], "partial")
-    assert recovery["step"] == 23
+    assert recovery["step"] == finished
     step = int(recovery["version"].split(".")[2])
     assert step in (10, 20)
     saved = next(e["rows"] for e in job.events(1, "step") if e["step"] == step)
@@ -51,7 +51,7 @@ def test_survivors_keep_their_rows_over_a_restart(tmp_path: Path) -> None:
     ends = [job.events(r, "end")[0] for r in (0, 1)]
     version = find_version(str(tmp_path / "root"))
     elements = sum(r.spec.elements for r in version.manifest.shards if not r.spec.replicated)
-    assert recovery["pls"] == pytest.approx(charge["elements"] / elements * (23 - step) / 40, rel=1e-9)
+    assert recovery["pls"] == pytest.approx(charge["elements"] / elements * (finished - step) / 40, rel=1e-9)
     assert [e["pls"] for e in ends] == [recovery["pls"]] * 2
     assert [e["step"] for e in ends] == [40, 40]
     assert (version.manifest.step, version.manifest.epoch) == (40, 1)
