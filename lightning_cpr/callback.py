@@ -15,9 +15,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cpr._lightning import Callback, check_trainer, pl
+from lightning_cpr import handover, preemption
+from lightning_cpr._lightning import Callback, check_trainer, pl, rank_zero_info
 from lightning_cpr.account import Rejoined, cut_fields, gather_cut, skipped_samples, source_fields, where_lost
 from lightning_cpr.chain import Chain
+from lightning_cpr.checkpoint_io import VERSION_KEY, Version
 from lightning_cpr.controller import Bits, Controller, RecoveryChoice
 from lightning_cpr.cycle import SaveCycle
 from lightning_cpr.early_read import EarlyRead
@@ -41,6 +43,7 @@ from lightning_cpr.samples import SampleCounter, batches_trained, expected_sampl
 from lightning_cpr.saver import BackgroundSaves, Progress, RunId, SavePlan
 from lightning_cpr.settings import Resume, Settings
 from lightning_cpr.spec import Shard, ShardSpec
+from lightning_cpr.start_checks import check_memory, check_waits
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.stage import Stager
 from lightning_cpr.store.storage import Storage
@@ -89,9 +92,11 @@ class CPRCallback(Callback):
         keep_last: keep so many of the newest versions and what they need, and any younger than an hour; older ones are
             removed behind the training. None: all are kept (`lightning-cpr gc` removes by hand).
         resume: ``"auto"``: a run that is in ``root`` already goes on from its newest valid version, unless the Trainer
-            is given a ``ckpt_path``; ``"never"``: ``root`` must not hold a run, unless ``ckpt_path`` points there.
+            is given a ``ckpt_path``; ``"reshard"``: under another sharding plan or number of ranks too, for elastic
+            jobs; ``"never"``: ``root`` must not hold a run, unless ``ckpt_path`` points there.
         storage_options: for fsspec, e.g. credentials. Never logged, never stored.
-        timeout_s: how long any wait of a save or a recovery may take.
+        timeout_s: how long any wait of a save or a recovery may take; below the strategy's ``timeout``, after which the
+            other ranks give up.
         max_failed_saves: after this many failed saves in a row the run ends with the first cause; training goes on
             until then, and every failure is logged and counted.
         parity: keep parity of all shards in the memory of other ranks, so that a lost shard comes back without the
@@ -126,7 +131,7 @@ class CPRCallback(Callback):
         keep_last: int | None = None,
         resume: Resume = "auto",
         storage_options: Mapping[str, Any] | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float = 240.0,
         max_failed_saves: int = 3,
         parity: ParityConfig | None = None,
     ) -> None:
@@ -144,6 +149,8 @@ class CPRCallback(Callback):
         self._rejoined: Rejoined | None = None
         self._early: EarlyRead | None = None
         self._found = Found()
+        self._taken: handover.Taken | None = None
+        self._whole = False  # whether the rows are those of a step: not while they are being restored
         self._planner_state: Any = None
         self._parity: ParityGuard | None = None
 
@@ -197,12 +204,16 @@ class CPRCallback(Callback):
         # After the other callbacks, so that what they keep of a batch is in the version of that batch; samples are
         # counted before them, so that whoever saves at a batch's end has those of that batch, and parity has it too.
         trainer.callbacks = [*first, *others, self]  # type: ignore[attr-defined]
+        preemption.attach(trainer)
+        others_save = any(isinstance(c, CPRCallback) for c in others)  # their runs would go on from elsewhere
+        self._hands_over = self.settings.recovery != "full" and not others_save
         self._injector = next((c for c in others if isinstance(c, FaultInjector)), None)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The model is sharded; Lightning restores a ``ckpt_path`` after this."""
         strategy = trainer.strategy
         assert isinstance(strategy, TorchRecStrategy)
+        check_waits(strategy.collective_timeout, self.settings.timeout_s)
         self.job: Job = strategy.job.scoped(self.root)
         self.storage = self.job.together(lambda: Storage(self.root, self.settings.storage_options))
         self._events = EventLog(self.storage, self.job.rank)
@@ -213,8 +224,20 @@ class CPRCallback(Callback):
         if self.job.alone:
             return
         self._found = self.job.from_rank_0(lambda: find_run(self.storage, self._run, self.settings.resume))
-        if self._found.path is not None:
+        self._taken = self._take_over(trainer)
+        if self._taken is not None:
+            trainer._checkpoint_connector._loaded_checkpoint = self._taken.checkpoint()
+        elif self._found.path is not None:
             resume_from(trainer, self.job, self.storage, self._found.path, self.state_key)
+
+    def _take_over(self, trainer: pl.Trainer) -> handover.Taken | None:
+        """What the processes before these left in shared memory, if it is newer than what the root holds."""
+        run_id = self._found.run_id
+        if run_id is None or not self._hands_over:
+            return None
+        run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
+        ref = self.job.from_rank_0(lambda: list_versions(self.storage, run_id)[0])
+        return handover.take(trainer, self.job, run, (ref.epoch, ref.step))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Everything is restored; take up the run that it came from, or begin one."""
@@ -233,6 +256,33 @@ class CPRCallback(Callback):
                 fence(self.storage, self._run.run_id, self.epoch)
         trainer.strategy.barrier("CPRCallback.on_train_start")
         self._make_workers(self._make_tracker(), Chain(), self._make_controller(), time.monotonic())
+        if self._taken is not None:
+            self._go_on(trainer, self._taken)
+        else:
+            self._begin(trainer, from_root)
+        self._taken, self._whole = None, True
+        check_memory(job, self._cycle.saves.tracker.memory_bytes)
+
+    def _go_on(self, trainer: pl.Trainer, taken: handover.Taken) -> None:
+        """The rows of those that survived are here; the others' come from the newest version."""
+        taken.stand(trainer)
+        at, failed = Progress(taken.step, self.samples), list(taken.take.decision.lost)
+        self._controller.trained(at.samples, 0.0, None)
+        handed = sorted(taken.take.sources)
+        self._emit(
+            "run_started", run_id=self._run.run_id, epoch=self.epoch, step=at.step, world_size=self.job.world_size,
+            samples=at.samples, total_elements=self.ledger.total_elements, handed_over=handed,
+        )  # fmt: skip
+        recovered = self._restorer.recover_lost(
+            trainer, failed, at, self.epoch, self.ledger, "the other ranks' rows were handed over"
+        )
+        if failed:
+            self._recovered(recovered, failed, at, {"handed_over": handed})
+
+    def _begin(self, trainer: pl.Trainer, from_root: Version | None) -> None:
+        job, strategy = self.job, trainer.strategy
+        assert isinstance(strategy, TorchRecStrategy)
+        loaded = strategy.loaded_version
         at = Progress(batches_trained(trainer), self.samples)
         self._controller.trained(at.samples, 0.0, None)
         for path in from_root.refused or () if from_root is not None else ():
@@ -271,6 +321,7 @@ class CPRCallback(Callback):
             )
         else:
             self.epoch = 0
+            rank_zero_info(f"CPRCallback begins run {self._run.run_id} in {self.root}, which holds none yet")
 
     def _make_tracker(self) -> RowTracker:
         return self.settings.tracker(self.job, count=self._injector is not None)
@@ -333,12 +384,15 @@ class CPRCallback(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Flush: the last state is saved, and committed, before fit returns."""
-        at = Progress(batches_trained(trainer), self.samples)
         if trainer.interrupted:
             self._cycle.wait()
         else:
-            self._cycle.flush(trainer, at, self.ledger)
-        self._emit("run_ended", step=at.step, samples=at.samples, pls=self.pls)
+            self.flush(trainer)
+        self._emit("run_ended", step=batches_trained(trainer), samples=self.samples, pls=self.pls)
+
+    def flush(self, trainer: pl.Trainer) -> None:
+        """Save the step that all ranks have finished, and wait until it is committed (`preemption.Flushes`)."""
+        self._cycle.flush(trainer, Progress(batches_trained(trainer), self.samples), self.ledger)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if hasattr(self, "_events") and (isinstance(exception, RecoveryError) or is_lost_peer(exception)):
@@ -348,6 +402,8 @@ class CPRCallback(Callback):
         if hasattr(self, "_cycle"):
             self._cycle.saves.io.cancel.set()
             self._cycle.saves.close(timeout=0.0)
+            if self._whole and self._hands_over:
+                handover.leave(trainer, self.job, self._run, self.epoch, exception)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if hasattr(self, "_cycle"):
@@ -360,7 +416,9 @@ class CPRCallback(Callback):
         self.epoch += 1
         if self._parity is not None:
             self._parity.new_epoch(self._parity_prefix)
+        self._whole = False
         recovered = self._restorer.recover(trainer, failed, at, self.epoch, self._choose, self.ledger)
+        self._whole = True
         self._recovered(recovered, failed, at, {})
 
     def restore_shards(self, recovery: Recovery, lost: Sequence[ShardSpec], shards: Sequence[Shard]) -> None:
@@ -392,8 +450,11 @@ class CPRCallback(Callback):
             self._parity.rejoin(self.job, self._injector, self._parity_prefix, decision.donor, recovery.lost)
         failed = sorted({spec.owner for spec in lost} | set(decision.lost))
         at = Progress(decision.step, state["samples"])
-        left_out = skipped_samples(recovery, cut)
-        recovered = self._restorer.recover_lost(trainer, failed, at, self.epoch, self.ledger, left_out, self._early)
+        recovered = self._restorer.recover_lost(
+            trainer, failed, at, self.epoch, self.ledger, "a process died and was replaced",
+            skipped_samples(recovery, cut), self._early,
+        )  # fmt: skip
+        self._whole = True
         more = {"replaced": True, "error": recovery.error, "sources": source_fields(lost, recovered.plan.sources)}
         self._recovered(recovered, failed, at, more | cut_fields(recovery, cut))
         self._updates_before = self._cycle.saves.tracker.updates
@@ -470,6 +531,14 @@ class CPRCallback(Callback):
     ) -> None:
         if hasattr(self, "storage"):
             rename_state(trainer, self.storage, self.state_key, checkpoint)
+        if self._taken is None:
+            return
+        if checkpoint[VERSION_KEY] is None:
+            self._taken.adopt()
+        else:
+            log.warning("a ckpt_path is given: the job goes back to it, what was handed over is not used")
+            self._taken.close()
+            self._taken = None
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

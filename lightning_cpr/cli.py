@@ -102,16 +102,22 @@ def run_trainer(args: list[str] | None) -> int:
 
 
 def launch(args: Sequence[str]) -> int:
-    """``lightning-cpr run``: torchrun's options and ours."""
+    """``lightning-cpr run``: torchrun's options and ours. Of a job that was preempted the code is 143."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from lightning_cpr.recovery.launch import run as run_job
+    from lightning_cpr.recovery.preempt import EXIT_PREEMPTED
 
     try:
         run_job(args)
     except ChildFailedError as e:
         print(f"lightning-cpr run: the job failed\n{e}", file=sys.stderr)
-        return 1
+        _, first = e.get_first_failure()
+        return EXIT_PREEMPTED if first.exitcode == EXIT_PREEMPTED else 1
+    except SignalException as e:
+        print(f"lightning-cpr run: ended by {e.sigval.name}", file=sys.stderr)
+        return 128 + e.sigval
     return 0
 
 

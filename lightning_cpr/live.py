@@ -44,6 +44,7 @@ from lightning_cpr.recovery.guardian import HEARTBEAT_FD_ENV, JOB_DIR_ENV, note_
 from lightning_cpr.recovery.live import Recovery, recover
 from lightning_cpr.recovery.membership import REPLACES_ENV, Epoch, Membership, Timeouts
 from lightning_cpr.spec import Shard, ShardSpec
+from lightning_cpr.start_checks import check_waits
 from lightning_cpr.state import rng_state
 from lightning_cpr.step_back import DenseCopy, Step, StepGuard, set_groups, step_of
 from lightning_cpr.tables.rebind import drop_traces, rebind, stand_in_group
@@ -135,7 +136,8 @@ class LiveRecovery:
         global _membership
         if _membership is not None:
             return
-        timeouts = Timeouts(collective=timeout)
+        waits = check_waits(timeout)
+        timeouts = Timeouts(waits.collective, waits.announce, waits.join, waits.free)
         _membership = Membership.from_env(backend=backend, timeouts=timeouts, on_beat=heartbeat())
         atexit.register(_membership.close)
         if self.apart:

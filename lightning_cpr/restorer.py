@@ -118,7 +118,8 @@ class Restorer:
         at: Progress,
         epoch: int,
         ledger: Ledger,
-        left_out: Mapping[int, int],
+        reason: str,
+        left_out: Mapping[int, int] = MappingProxyType({}),
         early: EarlyRead | None = None,
     ) -> Recovered:
         """`recover` for ranks whose processes were replaced: the old group and its saves are gone already.
@@ -146,9 +147,10 @@ class Restorer:
         everybody: list[Any] = [None] * self._job.world_size
         dist.all_gather_object(everybody, self._saves.tracker.lost_updates()[0])
         others = [count for rank, count in enumerate(everybody) if rank not in failed]
-        why: tuple[Mode, str] = ("partial", "a process died and was replaced")
+        why: tuple[Mode, str] = ("partial", reason)
         recovered = self._bring_back(trainer, failed, at, before, why, ledger, started, left_out)
-        return replace(recovered, lost_updates=len(failed) * sum(others) // len(others), lost_exact=False)
+        estimated = len(failed) * sum(others) // len(others) if others else None
+        return replace(recovered, lost_updates=estimated, lost_exact=False)
 
     def _from_parity(
         self,

@@ -34,8 +34,11 @@ def find_run(storage: Storage, run: RunId, resume: Resume) -> Found:
         return Found(foreign=f"it holds run {manifest.run_id} at step {manifest.step}, and resume='never'")
     if manifest.config_fingerprint != run.config_fingerprint:
         return Found(foreign=f"its run {manifest.run_id} has other tables or another model than this job")
-    if manifest.plan_fingerprint != run.plan_fingerprint:
-        return Found(foreign=f"its run {manifest.run_id} has another sharding plan or world size than this job")
+    if manifest.plan_fingerprint != run.plan_fingerprint and resume != "reshard":
+        return Found(
+            foreign=f"its run {manifest.run_id} has another sharding plan or world size than this job (a job whose"
+            " number of ranks may change says CPRCallback(resume='reshard'))"
+        )
     return Found(manifest.path, manifest.run_id)
 
 

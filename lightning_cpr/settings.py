@@ -23,7 +23,7 @@ from lightning_cpr.store.retention import Rules
 from lightning_cpr.tables.tracker import RowTracker
 from lightning_cpr.units import seconds
 
-Resume = Literal["auto", "never"]
+Resume = Literal["auto", "reshard", "never"]
 
 EXPECTED_PARITY = Parity(upkeep=0.01, recovery=Recovery(load=5.0, restart=0.0), uncovered=0.1)
 """What the planner takes parity to cost and to cover until it is measured."""

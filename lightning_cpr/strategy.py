@@ -117,6 +117,7 @@ class TorchRecStrategy(DDPStrategy):
         self._rates: FusedRates | None = None
         self._table_optimizers: list[Optimizer] = []
         self.live = LiveRecovery(self) if under_guardian() else None
+        self.group_ports: tuple[frozenset[int], frozenset[int]] | None = None  # under torchrun: see `join_afresh`
 
     @property  # type: ignore[override]
     def checkpoint_io(self) -> CPRCheckpointIO:
@@ -136,6 +137,12 @@ class TorchRecStrategy(DDPStrategy):
         self._checkpoint_io = io
 
     @property
+    def collective_timeout(self) -> float:
+        """Seconds that a collective may wait."""
+        assert self._timeout is not None
+        return self._timeout.total_seconds()
+
+    @property
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
@@ -149,7 +156,7 @@ class TorchRecStrategy(DDPStrategy):
             assert self._timeout is not None
             self.set_world_ranks()
             device = None if self.root_device.type == "cpu" else self.root_device
-            join_afresh(
+            self.group_ports = join_afresh(
                 self._get_process_group_backend(), self.global_rank, self.world_size, self._timeout, device_id=device
             )
         super().setup_distributed()
@@ -365,8 +372,11 @@ class TorchRecStrategy(DDPStrategy):
         if VERSION_KEY not in checkpoint:
             raise ConfigError("the checkpoint was not loaded by CPRCheckpointIO, so nothing says where its tables are")
         version: Version | None = checkpoint[VERSION_KEY]
-        if version is None:  # a survivor's dense state, in a live recovery: rows come from elsewhere
+        if version is None:  # a survivor's dense state, in a live recovery or a hand-over: rows come from elsewhere
             load_dense_state(model, checkpoint["state_dict"], strict=strict)
+            if self._rates is not None:
+                self._rates.restored()
+            self._rng = checkpoint.get("rng")
             return
         # Lightning goes on with this very dict, and has shown it to the module.
         assert isinstance(checkpoint, dict)

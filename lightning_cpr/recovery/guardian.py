@@ -32,6 +32,9 @@ log = logging.getLogger("lightning_cpr.guardian")
 
 HEARTBEAT_FD_ENV = "LIGHTNING_CPR_HEARTBEAT_FD"
 JOB_DIR_ENV = "LIGHTNING_CPR_JOB_DIR"
+HANG_TIMEOUT_ENV = "LIGHTNING_CPR_HANG_TIMEOUT"
+SPARES_ENV = "LIGHTNING_CPR_SPARES"
+"""What a guardian tells its trainers: its options."""
 EXIT_STEP_DOWN = 75
 """A trainer's exit code for: live recovery failed, take the next step down (EX_TEMPFAIL)."""
 GRACE_S = 25.0
@@ -322,6 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     preload = [module for module in options.preload.split(",") if module]
     if not options.module:
         preload = ["--script", options.script, *preload]
+    os.environ |= {HANG_TIMEOUT_ENV: str(options.hang_timeout), SPARES_ENV: str(options.spares)}
     guardian = Guardian(
         order={"script": options.script, "args": options.args, "module": options.module},
         rank=int(os.environ["RANK"]),

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_cpr.errors import ConfigError
-from lightning_cpr.recovery import guardian
+from lightning_cpr.recovery import guardian, stash
+from lightning_cpr.recovery.host import SHM
 
 DEFAULT_MAX_RESTARTS = 3
 
@@ -64,5 +65,6 @@ def run(argv: Sequence[str]) -> None:
         try:
             torchrun.run(options)
         finally:
+            stash.remove_of_agent(SHM, stash.agent_of(os.getpid()))  # left for a restart that will not come
             for name in added:
                 del os.environ[name]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -36,6 +37,10 @@ def digest(tensor: Tensor) -> str:
 
 def digests(model: Any) -> dict[str, str]:
     return {name: digest(rows) for name, rows in rows_of(model).items()}
+
+
+def dense_digests(module: Any) -> dict[str, str]:
+    return {name: digest(value) for name, value in dense_state(module).items()}
 
 
 class Recorded(CPRCallback):
@@ -74,6 +79,10 @@ class Record(Callback):
             self.write("kill", step=step, point=point)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        step = trainer.fit_loop.total_batch_idx + 1
+        self.write("before", step=step, rows=digests(trainer.model), dense=dense_digests(trainer.lightning_module))
+
     def on_before_backward(self, trainer: Any, *args: Any) -> None:
         self.strike(trainer.fit_loop.total_batch_idx + 1, "backward")
 
@@ -94,13 +103,26 @@ class Record(Callback):
         data = float(batch.dense_features.double().sum())
         self.write("step", step=step, rows=digests(trainer.model), batch=batch_idx, data=data)
 
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.write("broke", rows=digests(trainer.model), dense=dense_digests(module), error=repr(exception))
+
+
+class Meet(Callback):
+    """A collective between two batches."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        dist.barrier()
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--meet-at-batch-end", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--validate", action="store_true", help="and let ModelCheckpoint save every 5 steps")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--hang", action="append", default=[])
+    parser.add_argument("--resume", default="auto")
     options = parser.parse_args()
     torch.set_num_threads(1)
     injector, kills = FaultInjector(), []
@@ -110,19 +132,22 @@ def main() -> None:
             injector.kill(int(rank), int(step), point, int(attempt))
         else:
             kills.append([rank, step, point, attempt])
-    cpr = Recorded(str(options.out / "root"), save_every_n_steps=10, timeout_s=30)
+    for hang in options.hang:
+        rank, step, point = hang.split(":")
+        injector.hang(int(rank), int(step), point)  # type: ignore[arg-type]
+    cpr = Recorded(str(options.out / "root"), save_every_n_steps=10, timeout_s=30, resume=options.resume)
     cpr.record = record = Record(options.out, kills)
-    callbacks: list[Any] = [cpr, record, injector]
+    callbacks: list[Any] = [cpr, record, injector, *([Meet()] if options.meet_at_batch_end else [])]
     loaders, more = [make_loader(RANK, options.steps)], {}
     if options.validate:
         callbacks.append(ModelCheckpoint(str(options.out / "checkpoints"), every_n_train_steps=5, save_top_k=1))
         loaders.append(make_loader(RANK, 2))
         more = {"num_sanity_val_steps": 1, "val_check_interval": 15, "enable_checkpointing": True}
-    world = int(os.environ["WORLD_SIZE"])
+    local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     strategy = TorchRecStrategy(plan={"a": "row_wise", "b": "table_wise", "c": "data_parallel"})
-    trainer = make_trainer(world, strategy, callbacks=callbacks, **more)
+    trainer = make_trainer(local, strategy, callbacks=callbacks, num_nodes=world // local, **more)
     trainer.fit(Tiny(dense="adam"), *loaders)
-    dense = {name: digest(value) for name, value in dense_state(trainer.lightning_module).items()}
+    dense = dense_digests(trainer.lightning_module)
     told = {"pls": cpr.pls, "counts": cpr.counts, "samples": cpr.samples, "dense": dense}
     record.write("end", step=trainer.global_step, **told)
 

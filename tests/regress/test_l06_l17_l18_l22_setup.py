@@ -4,6 +4,7 @@ X02 (torchsnapshot PR171): what is refused, and how, and two callbacks in one Tr
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -198,21 +199,31 @@ def refusals(rank: int, world: int, folder: str) -> dict[str, str]:
             )
         except CPRError as error:
             found[name] = str(error)
-    for name, resume in (("foreign", "auto"), ("never", "never")):
+    for name, resume in (("foreign", "auto"), ("model", "reshard"), ("never", "never")):
         plan: Any = "table_wise" if name == "foreign" else PLAN
+        model = Tiny(sparse="adagrad") if name == "model" else Tiny()
         callback = CPRCallback(f"{folder}/run", save_every_n_steps=9, resume=resume)  # type: ignore[arg-type]
         trainer = make_trainer(world, TorchRecStrategy(plan=plan), max_steps=1, callbacks=[callback])
         try:
-            trainer.fit(Tiny(), stateful_loader(rank))
+            trainer.fit(model, stateful_loader(rank))
         except ForeignRunError as error:
             found[name] = str(error)
     return found
 
 
-def make_run(rank: int, world: int, root: str) -> None:
-    callback = CPRCallback(root, save_every_n_steps=9)
-    trainer = make_trainer(world, TorchRecStrategy(plan=PLAN), max_steps=2, callbacks=[callback])
-    trainer.fit(Tiny(), stateful_loader(rank))
+def make_run(rank: int, world: int, root: str) -> list[str]:
+    """Begins a run, goes on with it, and with another plan; what each start said of it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pytorch_lightning").addHandler(handler)
+    starts: list[tuple[Any, int, Any]] = [(PLAN, 2, "auto"), (PLAN, 3, "auto"), ("table_wise", 4, "reshard")]
+    for plan, steps, resume in starts:
+        callback = CPRCallback(root, save_every_n_steps=9, resume=resume)
+        trainer = make_trainer(world, TorchRecStrategy(plan=plan), max_steps=steps, callbacks=[callback])
+        trainer.fit(Tiny(), stateful_loader(rank))
+        assert trainer.global_step == steps
+    return [text for text in said if text.startswith("CPRCallback")]
 
 
 def test_x02_a_path_that_serves_nothing_says_what_is_there(tmp_path: Path) -> None:
@@ -220,7 +231,9 @@ def test_x02_a_path_that_serves_nothing_says_what_is_there(tmp_path: Path) -> No
     (tmp_path / "torn/chunks/run.000000.000000000010.n0").mkdir(parents=True)
     (tmp_path / "o").mkdir()
     (tmp_path / "o/notes.txt").write_text("")
-    run_ranks(make_run, 2, str(tmp_path / "run"), timeout=120)
+    said, _ = run_ranks(make_run, 2, str(tmp_path / "run"), timeout=120)
+    assert [text.split()[1] for text in said] == ["begins", "resumes", "resumes"]
+    assert [text.rpartition(", ")[2] for text in said] == ["which holds none yet", "step 2", "step 3"]
     first, second = run_ranks(refusals, 2, str(tmp_path), timeout=120)
     assert first == second
     assert "no such folder" in first["missing"]
@@ -229,4 +242,5 @@ def test_x02_a_path_that_serves_nothing_says_what_is_there(tmp_path: Path) -> No
     assert "holds no version of lightning_cpr, but other files" in first["other"]
     assert "another sharding plan or world size than this job" in first["foreign"]
     assert f"ckpt_path='{tmp_path}/run'" in first["foreign"]
-    assert "at step 2, and resume='never'" in first["never"]
+    assert "has other tables or another model" in first["model"]
+    assert "at step 4, and resume='never'" in first["never"]

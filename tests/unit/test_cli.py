@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lightning_cpr import CPRCallback, cli
 from lightning_cpr.errors import ConfigError
+from lightning_cpr.recovery import launch
 
 CONFIG = """
 seed_everything: false
@@ -29,6 +33,21 @@ def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_missing_script_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--nproc-per-node", "2", "none.py", "--lr", "1"]) == 2
     assert capsys.readouterr().err == "lightning-cpr run: no script 'none.py'; a module is named with -m\n"
+
+
+@pytest.mark.parametrize(("exitcode", "code"), [(143, 143), (1, 1), (-9, 1)])
+def test_a_preempted_job_ends_with_143(exitcode: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(args: object) -> None:
+        if exitcode == 143:
+            raise SignalException("asked to end", signal.SIGTERM)
+        fail(args)
+
+    def fail(args: object) -> None:
+        raise ChildFailedError("job", {0: ProcessFailure(0, 7, exitcode, "")})
+
+    for run in (end, fail):
+        monkeypatch.setattr(launch, "run", run)
+        assert cli.main(["run", "script.py"]) == code
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
