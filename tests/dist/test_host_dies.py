@@ -54,7 +54,7 @@ def run(out: Path, nodes: str, replaced: bool, *args: str) -> Job:
             second.launch([*options(nodes, second.address, first.address), *script], ENV)
         code = one.wait(timeout=300)
         assert code == 0, told()
-        return Job(code, told(), read_logs(out))
+        return Job(code, f"{first.log()}\n{second.log()}", read_logs(out))
 
 
 def first_of(job: Job, pid: int, event: str) -> dict[str, object]:

@@ -217,7 +217,9 @@ def make_run(rank: int, world: int, root: str) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pytorch_lightning").addHandler(handler)
-    starts: list[tuple[Any, int, Any]] = [(PLAN, 2, "auto"), (PLAN, 3, "auto"), ("table_wise", 4, "reshard")]
+    starts: list[tuple[Any, int, Any]] = [
+        (PLAN, 2, "auto"), (PLAN, 3, "auto"), ("table_wise", 4, "reshard"), (PLAN, 5, "reshard"),
+    ]  # fmt: skip
     for plan, steps, resume in starts:
         callback = CPRCallback(root, save_every_n_steps=9, resume=resume)
         trainer = make_trainer(world, TorchRecStrategy(plan=plan), max_steps=steps, callbacks=[callback])
@@ -232,8 +234,9 @@ def test_x02_a_path_that_serves_nothing_says_what_is_there(tmp_path: Path) -> No
     (tmp_path / "o").mkdir()
     (tmp_path / "o/notes.txt").write_text("")
     said, _ = run_ranks(make_run, 2, str(tmp_path / "run"), timeout=120)
-    assert [text.split()[1] for text in said] == ["begins", "resumes", "resumes"]
-    assert [text.rpartition(", ")[2] for text in said] == ["which holds none yet", "step 2", "step 3"]
+    assert [text.split()[1] for text in said] == ["begins", "resumes", "resumes", "resumes"]
+    steps = ["step 2", "step 3", "step 4"]
+    assert [text.rpartition(", ")[2] for text in said] == ["which holds none yet", *steps]
     first, second = run_ranks(refusals, 2, str(tmp_path), timeout=120)
     assert first == second
     assert "no such folder" in first["missing"]
@@ -243,4 +246,4 @@ def test_x02_a_path_that_serves_nothing_says_what_is_there(tmp_path: Path) -> No
     assert "another sharding plan or world size than this job" in first["foreign"]
     assert f"ckpt_path='{tmp_path}/run'" in first["foreign"]
     assert "has other tables or another model" in first["model"]
-    assert "at step 4, and resume='never'" in first["never"]
+    assert "at step 5, and resume='never'" in first["never"]
