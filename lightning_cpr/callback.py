@@ -261,7 +261,8 @@ class CPRCallback(Callback):
         else:
             self._begin(trainer, from_root)
         self._taken, self._whole = None, True
-        check_memory(job, self._cycle.saves.tracker.memory_bytes)
+        parity = 0 if self._parity is None else self._parity.memory_bytes
+        check_memory(job, self._cycle.saves.tracker.memory_bytes, parity)
 
     def _go_on(self, trainer: pl.Trainer, taken: handover.Taken) -> None:
         """The rows of those that survived are here; the others' come from the newest version."""
@@ -278,6 +279,8 @@ class CPRCallback(Callback):
         )
         if failed:
             self._recovered(recovered, failed, at, {"handed_over": handed})
+        if self._parity is not None:
+            self._parity.start(self.job, self._injector, self._parity_prefix, at.step)
 
     def _begin(self, trainer: pl.Trainer, from_root: Version | None) -> None:
         job, strategy = self.job, trainer.strategy

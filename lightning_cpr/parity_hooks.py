@@ -78,6 +78,11 @@ class ParityGuard(Callback):
         """Whether a lost shard would come back."""
         return self._keeper is not None and self._keeper.protected
 
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory that parity takes of this rank."""
+        return 0 if self._keeper is None else self._keeper.memory_bytes
+
     # Set-up
 
     def start(self, job: Job, injector: FaultInjector | None, prefix: str, step: int) -> None:
