@@ -221,3 +221,27 @@ def restore_tables(
             scalars |= blob["scalars"]
         load_fused_scalars(model, scalars, optimizers)
     return report
+
+
+def restore_soundest(
+    job: Job, checkpoint: dict[str, Any], model: torch.nn.Module, optimizers: Any, *, strict: bool
+) -> bool:
+    """`restore_tables` on every rank, from the version that ``checkpoint`` came with, or, where that was chosen as the
+    newest and is damaged, from the one before it: then ``checkpoint`` becomes that one's. Returns whether it did.
+
+    Raises:
+        IncompatiblePlanError: on every rank, if they fit the model on none. No tensor was changed.
+        CorruptShardError: on every rank, if the version was asked for by name.
+    """
+    changed = False
+    while True:
+        version: Version = checkpoint[VERSION_KEY]
+        try:
+            with progress_bar(f"restoring {version.name}", shown=job.rank == 0) as report:
+                job.together(partial(restore_tables, version, model, optimizers, strict=strict, progress=report))
+            return changed
+        except CorruptShardError as error:
+            older = load_sound(job, version_before(job, version, error))
+            checkpoint.clear()
+            checkpoint.update(older)
+            changed = True

@@ -39,7 +39,7 @@ from lightning_cpr.recovery.membership import REPLACES_ENV
 
 if TYPE_CHECKING:
     from lightning_cpr.spec import Shard
-    from lightning_cpr.store.storage import Buffer
+    from lightning_cpr.store.local_files import Buffer
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,16 @@ is noted as its batch is handed out, and a save takes the note of the batch trai
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from lightning_cpr._lightning import pl
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -101,3 +107,28 @@ class TrackedLoader:
         if state["epoch_done"]:
             # The loader has handed out its last batch but has not been asked for one more: ask, so that it ends too.
             next(iter(self._loader), None)
+
+
+def tracked(loader: Any, trainer: pl.Trainer) -> Any:
+    """A stateful training loader as a `TrackedLoader`, so that a resume repeats and skips nothing; others as is."""
+    if not isinstance(loader, StatefulLoader):
+        return loader
+    runs_ahead = not has_length(loader) or hasattr(trainer.lightning_module, "in_flight")
+    return TrackedLoader(loader, lambda: _position(trainer), runs_ahead)
+
+
+def _position(trainer: Any) -> Position:
+    """Batches fetched and not trained (Lightning's prefetch, a pipeline's batches in flight), and the epoch's end."""
+    fetched = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+    ahead = fetched + int(getattr(trainer.lightning_module, "in_flight", 0))
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return Position(ahead, progress.is_last_batch and not ahead)
+
+
+def warn_of_a_restart(trainer: Any) -> None:
+    """Log `restart_warning` if the resumed epoch starts over."""
+    loop = trainer.fit_loop
+    progress = loop.epoch_loop.batch_progress
+    loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+    if warning := restart_warning(loaders, 0 if progress.is_last_batch else progress.current.ready):
+        log.warning(warning)

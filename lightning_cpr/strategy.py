@@ -12,7 +12,6 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from torch.optim import Optimizer
 
 from lightning_cpr._lightning import (
     DDPStrategy,
-    ForwardRedirection,
     TrainerFn,
     check_trainer,
     optimizers_to_device,
@@ -35,17 +33,15 @@ from lightning_cpr.checkpoint_io import (
     VERSION_KEY,
     CPRCheckpointIO,
     Version,
-    load_sound,
-    restore_tables,
-    version_before,
+    restore_soundest,
 )
-from lightning_cpr.errors import CommitError, ConfigError, CorruptShardError, UnsupportedError
+from lightning_cpr.dense_sync import DenseRedirection
+from lightning_cpr.errors import CommitError, ConfigError
 from lightning_cpr.job import Job
 from lightning_cpr.live import LiveRecovery, under_guardian
-from lightning_cpr.loader import Position, StatefulLoader, TrackedLoader, has_length, restart_warning
+from lightning_cpr.loader import tracked, warn_of_a_restart
 from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.rendezvous import join_afresh
-from lightning_cpr.report.progress import progress_bar
 from lightning_cpr.state import set_rng_state
 from lightning_cpr.tables import sharding
 from lightning_cpr.tables.dense import (
@@ -60,10 +56,9 @@ from lightning_cpr.tables.table_optim import (
     FusedRates,
     claim_tables,
     drop_fused,
-    has_fused_updates,
     tables_optimizer,
-    undeclared_fused_tables,
 )
+from lightning_cpr.training_checks import check_training
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +111,7 @@ class TorchRecStrategy(DDPStrategy):
         self._constraints = constraints
         self._sharders = sharders
         self._topology = topology
-        self._forward_redirection = _DenseRedirection()
+        self._forward_redirection = DenseRedirection()
         self.loaded_version: Version | None = None
         self._rng: dict[str, Any] | None = None
         self._rates: FusedRates | None = None
@@ -173,7 +168,7 @@ class TorchRecStrategy(DDPStrategy):
         self._rates = FusedRates(self.model)
         if fitting:
             self.setup_optimizers(trainer)
-            self._check_training(trainer, self.model)
+            check_training(trainer, self.model, bool(self._table_optimizers))
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -198,35 +193,6 @@ class TorchRecStrategy(DDPStrategy):
         )
         with tables_uninitialised() if self.live is not None and self.live.apart else nullcontext():
             return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
-
-    def _check_training(self, trainer: pl.Trainer, model: nn.Module) -> None:
-        """Refuses what trains wrongly, and names what trains differently, when tables are updated in backward."""
-        if undeclared := undeclared_fused_tables(model):
-            rank_zero_warn(
-                f"No optimizer was declared for {', '.join(undeclared)}: fbgemm trains them with SGD at a rate of "
-                f"0.01. Declare one with apply_optimizer_in_backward."
-            )
-        fused = has_fused_updates(model)
-        if not fused and not self._table_optimizers:
-            return
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        schedules = [cb for cb in callbacks if hasattr(cb, "going_to_accumulate_grad_batches")]
-        accumulates = trainer.accumulate_grad_batches > 1
-        if fused and (accumulates or any(cb.going_to_accumulate_grad_batches() for cb in schedules)):
-            raise UnsupportedError(
-                "accumulate_grad_batches > 1: fused tables are updated in every backward, so tables would take one "
-                "step a batch and dense parameters one step a window. Use a larger batch, or 1."
-            )
-        if getattr(self.precision_plugin, "precision", None) == "16-mixed":
-            raise UnsupportedError(
-                "precision='16-mixed': tables are updated by their own optimizers with the scaled gradient, infinite "
-                "ones included, since those do not know the loss scale. Use precision='bf16-mixed'."
-            )
-        if trainer.gradient_clip_val:
-            rank_zero_warn(
-                "gradient_clip_val clips dense parameters only: fused tables are updated in backward, before it. "
-                "Tables have their own: gradient_clipping=True and max_gradient in the fused params."
-            )
 
     # Optimizers.
 
@@ -386,7 +352,7 @@ class TorchRecStrategy(DDPStrategy):
 
         Raises:
             IncompatiblePlanError: on every rank, if they fit the model on none. No tensor was changed.
-        CorruptShardError: on every rank, if the version was asked for by name; else the one before it is used.
+            CorruptShardError: on every rank, if the version was asked for by name; else the one before it is used.
         """
         model = self.lightning_module
         assert model is not None
@@ -396,37 +362,19 @@ class TorchRecStrategy(DDPStrategy):
         if version is None:  # a survivor's dense state, in a live recovery: rows come from elsewhere
             load_dense_state(model, checkpoint["state_dict"], strict=strict)
             return
-        while True:
-            try:
-                with progress_bar(f"restoring {version.name}", shown=self.is_global_zero) as report:
-                    restore = partial(restore_tables, version, model, self.optimizers, strict=strict, progress=report)
-                    self.job.together(restore)
-                break
-            except CorruptShardError as error:
-                # Lightning goes on with this very dict, and has shown it to the module.
-                assert isinstance(checkpoint, dict)
-                older = load_sound(self.job, version_before(self.job, version, error))
-                checkpoint.clear()
-                checkpoint.update(older)
-                version = checkpoint[VERSION_KEY]
-                model.on_load_checkpoint(checkpoint)
+        # Lightning goes on with this very dict, and has shown it to the module.
+        assert isinstance(checkpoint, dict)
+        if restore_soundest(self.job, checkpoint, model, self.optimizers, strict=strict):
+            model.on_load_checkpoint(checkpoint)
         if self._rates is not None:
             self._rates.restored()
         self.job.together(lambda: load_dense_state(model, checkpoint["state_dict"], strict=strict))
-        self.loaded_version, self._rng = version, checkpoint.get("rng")
+        self.loaded_version, self._rng = checkpoint[VERSION_KEY], checkpoint.get("rng")
 
     def on_train_start(self) -> None:
-        self._warn_of_a_restart()
+        if self.loaded_version is not None and self.lightning_module is not None and self.is_global_zero:
+            warn_of_a_restart(self.lightning_module.trainer)
         self._restore_rng()
-
-    def _warn_of_a_restart(self) -> None:
-        if self.loaded_version is None or self.lightning_module is None or not self.is_global_zero:
-            return
-        loop = self.lightning_module.trainer.fit_loop
-        progress = loop.epoch_loop.batch_progress
-        loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
-        if warning := restart_warning(loaders, 0 if progress.is_last_batch else progress.current.ready):
-            log.warning(warning)
 
     def _restore_rng(self) -> None:
         """Random streams are restored as late as can be: making loaders and the sanity check draw from them."""
@@ -446,10 +394,7 @@ class TorchRecStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """A stateful training loader is tracked, so that a resume repeats and skips nothing."""
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
-        if trainer is None or not trainer.training or not isinstance(dataloader, StatefulLoader):
-            return dataloader
-        runs_ahead = not has_length(dataloader) or hasattr(self.lightning_module, "in_flight")
-        return TrackedLoader(dataloader, lambda: _position(trainer), runs_ahead)
+        return tracked(dataloader, trainer) if trainer is not None and trainer.training else dataloader
 
     def teardown(self) -> None:
         """Leaves tables where they are, and an error that is on its way up visible."""
@@ -477,27 +422,3 @@ class TorchRecStrategy(DDPStrategy):
         self.model = self.lightning_module
         if self._layer_sync is not None and self.lightning_module is not None:
             self._layer_sync.revert(self.lightning_module)
-
-
-class _DenseRedirection(ForwardRedirection):
-    """In manual optimization the backward runs inside DDP's forward, whose own preparation for it must not run."""
-
-    def on_after_inner_forward(self, wrapper_module: nn.Module, original_module: pl.LightningModule) -> None:
-        self._sync(wrapper_module, original_module, False)
-
-    def on_after_outer_forward(self, wrapper_module: nn.Module, original_module: pl.LightningModule) -> None:
-        self._sync(wrapper_module, original_module, True)
-
-    @staticmethod
-    def _sync(wrapper_module: nn.Module, original_module: pl.LightningModule, on: bool) -> None:
-        ddp = sharding.dense_ddp(wrapper_module)
-        if ddp is not None and not original_module.automatic_optimization:
-            ddp.require_backward_grad_sync = on
-
-
-def _position(trainer: pl.Trainer) -> Position:
-    """Batches fetched and not trained (Lightning's prefetch, a pipeline's batches in flight), and the epoch's end."""
-    fetched = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
-    ahead = fetched + int(getattr(trainer.lightning_module, "in_flight", 0))
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    return Position(ahead, progress.is_last_batch and not ahead)

@@ -7,13 +7,10 @@ on listing caches, or on ``fs.transaction`` (a failed one leaves the shared file
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import os
 import random
 import re
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,37 +20,20 @@ from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 import fsspec
-from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_cpr.errors import ConfigError, StorageError
+from lightning_cpr.store import local_files
+from lightning_cpr.store.local_files import Buffer, Found
+from lightning_cpr.store.storage_errors import REMEDIES, codes_of, errno_of, is_foreign, is_transient, secrets_of
 
 log = logging.getLogger(__name__)
 
 TRIES = 5
 BACKOFF_S = 0.1
 
-Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
-
-_TRANSIENT_ERRNO = {
-    errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
-    errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ESTALE,
-    getattr(errno, "EREMOTEIO", errno.EAGAIN),
-}  # fmt: skip
-_TRANSIENT_STATUS = {429, 500, 502, 503, 504}
-_REMEDIES = {
-    errno.ENOSPC: "no space left: free space there, keep fewer versions, or choose another root",
-    errno.EDQUOT: "the quota is used up: free space there, keep fewer versions, or choose another root",
-    errno.EACCES: "permission denied: give this user (or these credentials) read, write and delete rights there",
-    errno.EPERM: "not permitted: give this user write rights there (is the folder read-only or immutable?)",
-    errno.EROFS: "the file system is read-only: choose another root",
-    errno.ENOENT: "it does not exist: create the bucket or folder, or correct the root",
-    errno.ENOTDIR: "a file stands where a folder is needed: choose another root",
-    errno.EISDIR: "a folder stands where a file is needed: choose another name",
-    errno.EMFILE: "too many open files: raise `ulimit -n`",
-}
 
 
 @dataclass(frozen=True)
@@ -84,7 +64,7 @@ class Storage:
         *,
         fs: fsspec.AbstractFileSystem | None = None,
     ) -> None:
-        self._secrets = _secrets(storage_options or {})
+        self._secrets = secrets_of(storage_options or {})
         self.intercept: Callable[[str, Sequence[Buffer]], Sequence[Buffer]] | None = None
         self.retries = 0
         self._lock = threading.Lock()
@@ -115,7 +95,7 @@ class Storage:
         def write() -> int:
             passed = self.intercept(path, buffers) if self.intercept else buffers
             if self._local:
-                return _write_local(full, passed)
+                return local_files.write(full, passed)
             if getattr(self._fs, "_intrans", False):
                 raise ConfigError(f"the filesystem given for {self.root} is inside a transaction: end it first")
             single = passed[0] if len(passed) == 1 and isinstance(passed[0], bytes) else b"".join(passed)
@@ -132,7 +112,7 @@ class Storage:
             return
 
         def write() -> None:
-            _make_folder(str(PurePosixPath(full).parent))
+            local_files.make_folder(str(PurePosixPath(full).parent))
             with open(full, "ab", buffering=0) as file:
                 file.write(data)
 
@@ -146,13 +126,13 @@ class Storage:
 
         def read() -> bytearray:
             if self._local:
-                return _read_local(full, start, end)
+                return local_files.read(full, start, end)
             if start == 0 and end is None:
                 return bytearray(self._fs.cat_file(full))
             try:
                 return bytearray(self._fs.cat_file(full, start=start, end=end))
             except OSError as error:
-                if _codes(error) & {"InvalidRange", 416}:
+                if codes_of(error) & {"InvalidRange", 416}:
                     return bytearray()
                 raise
 
@@ -181,7 +161,7 @@ class Storage:
 
         def entries() -> list[Listed] | None:
             try:
-                found = _list_local(full) if self._local else _list_remote(self._fs, full)
+                found = local_files.list_folder(full) if self._local else _list_remote(self._fs, full)
             except FileNotFoundError:
                 return None
             return sorted(
@@ -234,9 +214,9 @@ class Storage:
             try:
                 return call()
             except Exception as error:
-                if not isinstance(error, OSError) and not _foreign(error):
+                if not isinstance(error, OSError) and not is_foreign(error):
                     raise
-                if attempt == TRIES or not _transient(error):
+                if attempt == TRIES or not is_transient(error):
                     raise self._named(what, path, error, attempt) from (None if self._leaks(error) else error)
                 delay = BACKOFF_S * 2 ** (attempt - 1) * (1 + random.random())
                 with self._lock:
@@ -249,8 +229,8 @@ class Storage:
         raise AssertionError("unreachable")
 
     def _named(self, what: str, path: str, error: BaseException, tries: int) -> StorageError:
-        number = _errno(error)
-        remedy = _REMEDIES.get(number, "check that the storage is reachable and the credentials are valid")
+        number = errno_of(error)
+        remedy = REMEDIES.get(number, "check that the storage is reachable and the credentials are valid")
         text = f"cannot {what} after {tries} tries" if tries > 1 else f"cannot {what}"
         return StorageError(number, f"{text}: {self._redact(str(error))}; {remedy}", f"{self.root}/{path}")
 
@@ -279,146 +259,7 @@ def relative_to(root_file: str) -> tuple[str, str]:
     return (head or ("/" if root_file.startswith("/") else ".")), name
 
 
-def _secrets(options: Mapping[str, Any]) -> list[str]:
-    """Every string under an option whose name speaks of credentials, and every string below such an option."""
-
-    def walk(value: Any, inside: bool) -> Iterable[str]:
-        if isinstance(value, Mapping):
-            for key, below in value.items():
-                yield from walk(
-                    below, inside or bool(re.search("key|secret|token|pass|cred|auth|user", str(key), re.I))
-                )
-        elif isinstance(value, list | tuple):
-            for below in value:
-                yield from walk(below, inside)
-        elif inside and isinstance(value, str) and len(value) > 3:
-            yield value
-
-    return sorted(walk(options, False), key=len, reverse=True)
-
-
-def _chain(error: BaseException) -> Iterable[BaseException]:
-    current: BaseException | None = error
-    for _ in range(8):
-        if current is None:
-            return
-        yield current
-        current = current.__cause__ or current.__context__
-
-
-def _codes(error: BaseException) -> set[str | int]:
-    """Error codes and HTTP status of a store's client error, wherever in the chain of causes it is."""
-    found: set[str | int] = set()
-    for link in _chain(error):
-        response = getattr(link, "response", None)
-        if isinstance(response, Mapping):
-            found.add(response.get("Error", {}).get("Code", ""))
-            found.add(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        for name in ("status", "code"):
-            status = getattr(link, name, None)
-            if isinstance(status, int):
-                found.add(status)
-    return found
-
-
-def _foreign(error: BaseException) -> bool:
-    """Whether a storage client raised it (clients have errors that are no OSError)."""
-    return any(
-        type(link).__module__.partition(".")[0] in {"botocore", "aiobotocore", "aiohttp", "gcsfs", "fsspec", "s3fs"}
-        for link in _chain(error)
-    )
-
-
-def _transient(error: BaseException) -> bool:
-    if isinstance(error, TimeoutError | ConnectionError | FSTimeoutError):
-        return True
-    if isinstance(error, FileNotFoundError | PermissionError):
-        return False
-    codes = _codes(error)
-    if codes & _TRANSIENT_STATUS or codes & {"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout"}:
-        return True
-    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
-        return True
-    return any("Connect" in type(link).__name__ or "Timeout" in type(link).__name__ for link in _chain(error))
-
-
-def _errno(error: BaseException) -> int:
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    kinds = ((FileNotFoundError, errno.ENOENT), (PermissionError, errno.EACCES), (TimeoutError, errno.ETIMEDOUT))
-    return next((number for kind, number in kinds if isinstance(error, kind)), errno.EIO)
-
-
-def _write_local(full: str, buffers: Sequence[Buffer]) -> int:
-    target = PurePosixPath(full)
-    _make_folder(str(target.parent))
-    temp = str(target.parent / f".{target.name[:80]}.{os.getpid()}.{random.getrandbits(48):012x}.tmp")
-    done = False
-    try:
-        # Mode 0666 less the umask, as any new file; a replaced one keeps its own.
-        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            total = _write_all(fd, buffers)
-            with contextlib.suppress(FileNotFoundError):
-                os.fchmod(fd, stat.S_IMODE(os.stat(full).st_mode))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temp, full)
-        done = True
-    finally:
-        if not done:
-            try:
-                os.unlink(temp)
-            except OSError as error:
-                log.debug("no temporary file to remove: %s", error)
-    _sync_folder(str(target.parent))
-    return total
-
-
-def _write_all(fd: int, buffers: Sequence[Buffer]) -> int:
-    total = 0
-    for buffer in buffers:
-        view = memoryview(buffer).cast("B")
-        while view:
-            written = os.write(fd, view)
-            view = view[written:]
-            total += written
-    return total
-
-
-def _make_folder(folder: str) -> None:
-    """Make a folder. On a shared filesystem even ``exist_ok`` loses the race now and then: look again, and retry."""
-    for attempt in range(TRIES):
-        try:
-            os.makedirs(folder, exist_ok=True)
-            return
-        except FileExistsError:
-            if os.path.isdir(folder):
-                return
-            if attempt == TRIES - 1:
-                raise NotADirectoryError(errno.ENOTDIR, "not a folder", folder) from None
-            time.sleep(0.01 * 2**attempt)
-
-
-def _sync_folder(folder: str) -> None:
-    """Make the new name durable as well; some network filesystems cannot and say so."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EACCES, errno.ENOTSUP):
-            raise
-        log.debug("cannot sync folder %s: %s", folder, error)
-
-
-_Found = tuple[str, int, bool, float]
-
-
-def _list_remote(fs: fsspec.AbstractFileSystem, full: str) -> list[_Found]:
+def _list_remote(fs: fsspec.AbstractFileSystem, full: str) -> list[Found]:
     fs.invalidate_cache()
     found = []
     for entry in fs.ls(full, detail=True):
@@ -439,30 +280,3 @@ def _modified(entry: Mapping[str, Any]) -> float:
         if isinstance(value, datetime):
             return value.timestamp()
     return 0.0
-
-
-def _list_local(full: str) -> list[_Found]:
-    found = []
-    with os.scandir(full) as entries:
-        for entry in entries:
-            # A name may be gone again: another rank's temporary file, a link that leads nowhere.
-            with contextlib.suppress(FileNotFoundError):
-                status = entry.stat()
-                is_dir = stat.S_ISDIR(status.st_mode)
-                found.append(
-                    (entry.name, 0, True, 0.0) if is_dir else (entry.name, status.st_size, False, status.st_mtime)
-                )
-    return found
-
-
-def _read_local(full: str, start: int, end: int | None) -> bytearray:
-    with open(full, "rb", buffering=0) as file:
-        length = os.fstat(file.fileno()).st_size
-        data = bytearray(max(0, (length if end is None else min(end, length)) - start))
-        view, filled = memoryview(data), 0
-        while filled < len(data):
-            count = os.preadv(file.fileno(), [view[filled:]], start + filled)
-            if not count:
-                return data[:filled]
-            filled += count
-    return data

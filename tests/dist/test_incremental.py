@@ -62,7 +62,7 @@ def fit(
         "counts": callback.counts,
         "fired": len(injector.fired),
         "pls": callback.pls,
-        "staged": callback._saves.stager.nbytes,
+        "staged": callback._cycle.saves.stager.nbytes,
     }
 
 

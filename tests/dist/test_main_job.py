@@ -54,7 +54,7 @@ class Snapshots(Callback):
 
 def settle(trainer: Any) -> None:
     """Let the save in flight end: what a recovery finds must not depend on how fast the machine is."""
-    saves = next(c for c in trainer.callbacks if isinstance(c, CPRCallback))._saves
+    saves = next(c for c in trainer.callbacks if isinstance(c, CPRCallback))._cycle.saves
     thread = saves._writer._thread
     if thread is not None:
         thread.join(20)

@@ -199,7 +199,7 @@ def many_saves(rank: int, world: int, root: str) -> dict[str, Any]:
     tracemalloc.start()
     trainer.fit(Tiny(dense="adam"), stateful_loader(rank))
     tracemalloc.stop()
-    return {"held": memory.held, "commits": callback.counts["commits"], "staged": callback._saves.stager.nbytes}
+    return {"held": memory.held, "commits": callback.counts["commits"], "staged": callback._cycle.saves.stager.nbytes}
 
 
 def test_memory_does_not_grow_over_200_saves(tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ class Settled(Callback):
         self.cpr, self.until = cpr, until
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if step_of(trainer) <= self.until and self.cpr._saves.busy:
-            self.cpr._take_outcome(self.cpr._saves.poll(30))
+        if step_of(trainer) <= self.until and self.cpr._cycle.saves.busy:
+            self.cpr._cycle.take(self.cpr._cycle.saves.poll(30))
 
 
 class SaveAt(Callback):

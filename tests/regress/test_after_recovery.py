@@ -28,8 +28,8 @@ class Flush(Callback):
         self.callback = callback
 
     def on_train_batch_start(self, *args: Any) -> None:
-        if self.callback._saves.busy:
-            self.callback._take_outcome(self.callback._saves.poll(20))
+        if self.callback._cycle.saves.busy:
+            self.callback._cycle.take(self.callback._cycle.saves.poll(20))
 
 
 class Stop(Callback):
