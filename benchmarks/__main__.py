@@ -18,6 +18,7 @@ SMALL: dict[str, list[str]] = {
     "restore_chain": ["-m", "benchmarks.restore_chain", "--rounds", "3"],
     "parity": ["-m", "benchmarks.parity", "--rows", "50000", "--steps", "64", "--out", "{out}/parity.json"],
     "recovery": ["-m", "benchmarks.recovery.run", "--worlds", "2", "--repeats", "1"],
+    "tracking": ["-m", "benchmarks.tracking", "--rounds", "8", "--out", "{out}/tracking.json"],
     "cpr_paper": ["-m", "benchmarks.cpr_paper", "--small", "--out", "{out}/cpr_paper"],
 }
 

@@ -96,6 +96,7 @@ class SaveCycle:
             CommitError: too many saves have failed in a row; holds the first cause.
         """
         self.take(self.saves.poll())
+        self.saves.count_batch()
         plan = self.saves.announced(at.step, epoch)
         if plan is None:
             return

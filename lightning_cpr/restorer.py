@@ -25,13 +25,16 @@ from lightning_cpr.store.reader import read_into
 from lightning_cpr.store.since import rows_since_base
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import fence, load_manifest, newest
+from lightning_cpr.update_counts import Lost
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """What a recovery did. ``event`` is the ledger's; ``rewound``: where a full recovery went back to."""
+    """What a recovery did. ``event`` is the ledger's; ``rewound``: where a full recovery went back to. lost_updates:
+    row updates that are gone, None if unknown; an estimate unless ``lost_exact``.
+    """
 
     plan: RecoveryPlan
     ledger: Ledger
@@ -85,19 +88,15 @@ class Restorer:
         before = self._job.broadcast(self._saves.chain)
         lost, exact = self._lost_updates(failed, before.version)
         mode, reason = self._job.from_rank_0(lambda: self._mode(failed, at, choose, ledger))
-        recovered = self._bring_back(trainer, failed, at, before, (mode, reason), ledger, started)
-        return (
-            recovered
-            if recovered.plan.mode == "full"
-            else replace(recovered, lost_updates=lost, lost_exact=exact and recovered.lost_exact)
-        )
+        counted = (lost, exact)
+        return self._bring_back(trainer, failed, at, before, (mode, reason), ledger, started, lambda manifest: counted)
 
     def recover_lost(
         self, trainer: pl.Trainer, failed: list[int], at: Progress, epoch: int, ledger: Ledger
     ) -> Recovered:
         """`recover` for ranks whose processes were replaced: the old group and its saves are gone already.
 
-        What the dead processes counted of their rows' updates is gone too.
+        What the dead processes counted of their rows' updates is gone too: it is estimated from what they told last.
         """
         started = time.monotonic()
         if self._job.rank == 0:
@@ -112,8 +111,12 @@ class Restorer:
         before = self._saves.chain = self._job.from_rank_0(newest_chain)
         self._saves.tracker.settle(before.version)
         why: tuple[Mode, str] = ("partial", "a process died and was replaced")
-        recovered = self._bring_back(trainer, failed, at, before, why, ledger, started)
-        return replace(recovered, lost_updates=None, lost_exact=False)
+        lost = [Lost(owner, ledger.last_recovery(owner)) for owner in failed]
+
+        def estimate(manifest: Manifest) -> tuple[int | None, bool]:
+            return self._job.counts.estimate(lost, manifest, at.step, at.samples), False
+
+        return self._bring_back(trainer, failed, at, before, why, ledger, started, estimate)
 
     def _bring_back(
         self,
@@ -124,8 +127,11 @@ class Restorer:
         why: tuple[Mode, str],
         ledger: Ledger,
         started: float,
+        count_lost: Callable[[Manifest], tuple[int | None, bool]],
     ) -> Recovered:
-        """``before``: the newest version that stands, which the survivors' dirty rows are counted from."""
+        """``before``: the newest version that stands, which the survivors' dirty rows are counted from. count_lost: row
+        updates that are gone where the failed ranks take that version, and whether that is exact.
+        """
         mode, reason = why
         exact = True
         refused: list[str] = []
@@ -142,13 +148,15 @@ class Restorer:
             self._saves.chain, exact = Chain(), False
         rewound: Progress | None = None
         event: Event
+        updates: tuple[int | None, bool] = (0, True)
         if plan.mode == "full":
             rewound = Progress(manifest.step, manifest.samples)
             ledger, event = rewind_ledger(ledger, manifest.samples)
         else:
             ledger, event = charge(ledger, at.samples, self._losses(failed, manifest))
+            updates = count_lost(manifest)
         seconds = time.monotonic() - started
-        return Recovered(plan, ledger, event, rewound, bytes_read, rows, seconds, 0, plan.mode == "full" or exact)
+        return Recovered(plan, ledger, event, rewound, bytes_read, rows, seconds, updates[0], updates[1] and exact)
 
     def holds(self, manifest: Manifest) -> None:
         """This rank's shards hold this version's rows, and the next saves build on it."""

@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_cpr import state
@@ -33,6 +33,7 @@ from lightning_cpr.store.versions import clean_torn, load_manifest
 from lightning_cpr.tables.scalars import fused_scalars
 from lightning_cpr.tables.shards import plan_fingerprint
 from lightning_cpr.tables.tracker import RowTracker
+from lightning_cpr.update_counts import UpdateCounts
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +179,7 @@ class BackgroundSaves:
         self._writer: BackgroundWriter[Committed] = BackgroundWriter(io.cancel)
         self._busy = False
         self._announced: list[str] = []
+        self._counts = job.counts.of(job.rank) or UpdateCounts(0.0)
 
     @property
     def busy(self) -> bool:
@@ -211,6 +213,8 @@ class BackgroundSaves:
         spec = save_spec(self.job, self.run, self.io.epoch(), at, plan.nonce, plan.content)
         self.tracker.settle(plan.committed)
         selection = self.tracker.take(spec.version, plan.content.rows, at.step)
+        self._counts = self._counts.with_version(spec.version, selection.lacking)
+        self._tell_counts()
         blocks = self.stager.stage(self.job.owned, selection.rows)
         part = rank_part(self.job, checkpoint, blocks, at.step, selection.complete, _CODECS[plan.bits])
         state = {"chain": self.chain.to_json(), "planner": planner}
@@ -223,6 +227,17 @@ class BackgroundSaves:
         self._writer.submit(work)
         self._busy = True
         return stall
+
+    def count_batch(self) -> None:
+        """A batch has been trained: after the first one it is known how many rows a batch updates."""
+        if not self._counts.per_batch:
+            self._tell_counts()
+
+    def _tell_counts(self) -> None:
+        per_batch = self.tracker.updates_per_batch or self._counts.per_batch
+        self._counts = replace(self._counts, per_batch=per_batch)
+        if self._counts.per_batch:
+            self.job.counts.tell(self.job.rank, self._counts)
 
     def _clean(self, path: str) -> Manifest:
         """The manifest of a commit. Its run's torn saves from before it go, and versions that no rule keeps."""

@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
 
-from lightning_cpr.policy.cost import interval_full, interval_partial
+from lightning_cpr.policy.cost import (
+    Costs,
+    Recovery,
+    interval_full,
+    interval_partial,
+    overhead_full,
+    overhead_partial,
+)
 from lightning_cpr.policy.ledger import Ledger, charge
 from lightning_cpr.policy.priority import PriorityConfig, RowPriority, make_priority, select_tables
 from lightning_cpr.spec import Shard, ShardSpec
@@ -103,6 +110,15 @@ def overhead(case: Case, clock: Clock) -> float:
     if case.strategy == "full":
         cost += sum((failure.at * clock.total) % interval for failure in struck)
     return cost / clock.total
+
+
+def expected_overhead(case: Case, clock: Clock) -> float:
+    """`overhead` by the closed forms, for failures at any time."""
+    costs = Costs(clock.save, *(Recovery(clock.load_and_restart, 0.0) for _ in ("full", "partial")))
+    interval = save_interval(case, clock)
+    if case.strategy == "full":
+        return overhead_full(costs, interval, clock.mtbf, clock.total).total
+    return overhead_partial(costs, interval, clock.mtbf).total
 
 
 class Saved:
