@@ -21,6 +21,7 @@ SMALL: dict[str, list[str]] = {
     "stall": ["-m", "benchmarks.stall", "--small"],
     "parity": ["-m", "benchmarks.parity", "--rows", "50000", "--steps", "64", "--out", "{out}/parity.json"],
     "recovery": ["-m", "benchmarks.recovery.run", "--worlds", "2", "--repeats", "1"],
+    "tracking": ["-m", "benchmarks.tracking", "--rounds", "8", "--out", "{out}/tracking.json"],
     "cpr_paper": ["-m", "benchmarks.cpr_paper", "--small", "--out", "{out}/cpr_paper"],
 }
 

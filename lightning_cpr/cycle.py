@@ -98,6 +98,7 @@ class SaveCycle:
         """
         self.take(self.saves.poll())
         self.take_compaction(self.saves.poll_compaction())
+        self.saves.count_batch()
         plan = self.saves.announced(at.step, epoch)
         if plan is None:
             return

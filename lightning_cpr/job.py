@@ -19,6 +19,7 @@ from lightning_cpr.errors import CPRError
 from lightning_cpr.spec import Shard, ShardSpec, TableSpec
 from lightning_cpr.store.kv import KeyValue
 from lightning_cpr.tables import shards as tables
+from lightning_cpr.update_counts import CountBoard
 
 T = TypeVar("T")
 
@@ -31,12 +32,14 @@ class Job:
         self.rank = trainer.global_rank
         self.world_size = trainer.world_size
         self.incarnation: str = self.broadcast(secrets.token_hex(4))
+        self._scope = ""
         self.kv: KeyValue = self._key_value("0")
 
     def _key_value(self, part: str) -> KeyValue:
         # Keys of an earlier fit or an earlier incarnation may still be in the agent's store: never share their prefix.
         store = dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore(f"lightning_cpr/{self.incarnation}/{part}", store)
+        prefixed = dist.PrefixStore(f"lightning_cpr/{self.incarnation}/{part}", store)
+        return dist.PrefixStore(self._scope, prefixed) if self._scope else prefixed
 
     @property
     def alone(self) -> bool:
@@ -54,8 +57,15 @@ class Job:
     def scoped(self, name: str) -> Job:
         """The same job with keys of its own: for one of several callbacks, whose saves must not meet."""
         scoped = copy(self)
-        scoped.kv = dist.PrefixStore(name, cast(dist.Store, self.kv))
+        scoped._scope = name
+        scoped.kv = scoped._key_value("0")
         return scoped
+
+    @property
+    def counts(self) -> CountBoard:
+        """What the ranks tell of their row updates, in the agent's store, where there is live recovery."""
+        live = self.trainer.strategy.live  # type: ignore[attr-defined]
+        return CountBoard(None if live is None else live.store, f"{self.incarnation}/{self._scope}")
 
     @property
     def module(self) -> pl.LightningModule:

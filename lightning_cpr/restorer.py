@@ -28,13 +28,16 @@ from lightning_cpr.store.reader import read_into
 from lightning_cpr.store.since import rows_since_base
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import fence, load_manifest, newest
+from lightning_cpr.update_counts import Lost
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """What a recovery did. ``event`` is the ledger's; ``rewound``: where a full recovery went back to."""
+    """What a recovery did. ``event`` is the ledger's; ``rewound``: where a full recovery went back to. lost_updates:
+    row updates that are gone, None if unknown; an estimate unless ``lost_exact``.
+    """
 
     plan: RecoveryPlan
     ledger: Ledger
@@ -104,12 +107,8 @@ class Restorer:
         if recovered is not None:
             return recovered
         mode, reason = self._job.from_rank_0(lambda: self._mode(failed, at, choose, ledger))
-        recovered = self._bring_back(trainer, failed, at, before, (mode, reason), ledger, started)
-        return (
-            recovered
-            if recovered.plan.mode == "full"
-            else replace(recovered, lost_updates=lost, lost_exact=exact and recovered.lost_exact)
-        )
+        counted = (lost, exact)
+        return self._bring_back(trainer, failed, at, before, (mode, reason), ledger, started, lambda manifest: counted)
 
     def recover_lost(
         self,
@@ -124,7 +123,7 @@ class Restorer:
     ) -> Recovered:
         """`recover` for ranks whose processes were replaced: the old group and its saves are gone already.
 
-        What the dead processes counted of their rows' updates is gone too: the mean of the others stands for it.
+        What the dead processes counted of their rows' updates is gone too: it is estimated from what they told last.
         left_out: by survivor that leaves the broken batch out, the samples up to which its shards are whole. early: on
         a replacement, what it has begun to read.
         """
@@ -144,13 +143,13 @@ class Restorer:
         from_parity = self._from_parity(failed, at, ledger, started, left_out)
         if from_parity is not None:
             return from_parity
-        everybody: list[Any] = [None] * self._job.world_size
-        dist.all_gather_object(everybody, self._saves.tracker.lost_updates()[0])
-        others = [count for rank, count in enumerate(everybody) if rank not in failed]
         why: tuple[Mode, str] = ("partial", reason)
-        recovered = self._bring_back(trainer, failed, at, before, why, ledger, started, left_out)
-        estimated = len(failed) * sum(others) // len(others) if others else None
-        return replace(recovered, lost_updates=estimated, lost_exact=False)
+        lost = [Lost(owner, ledger.last_recovery(owner)) for owner in failed]
+
+        def estimate(manifest: Manifest) -> tuple[int | None, bool]:
+            return self._job.counts.estimate(lost, manifest, at.step, at.samples), False
+
+        return self._bring_back(trainer, failed, at, before, why, ledger, started, estimate, left_out)
 
     def _from_parity(
         self,
@@ -205,9 +204,12 @@ class Restorer:
         why: tuple[Mode, str],
         ledger: Ledger,
         started: float,
+        count_lost: Callable[[Manifest], tuple[int | None, bool]],
         left_out: Mapping[int, int] = MappingProxyType({}),
     ) -> Recovered:
-        """``before``: the newest version that stands, which the survivors' dirty rows are counted from."""
+        """``before``: the newest version that stands, which the survivors' dirty rows are counted from. count_lost: row
+        updates that are gone where the failed ranks take that version, and whether that is exact.
+        """
         mode, reason = why
         exact = True
         refused: list[str] = []
@@ -224,14 +226,16 @@ class Restorer:
             self._saves.chain, exact = Chain(), False
         rewound: Progress | None = None
         event: Event
+        updates: tuple[int | None, bool] = (0, True)
         if plan.mode == "full":
             rewound = Progress(manifest.step, manifest.samples)
             ledger, event = rewind_ledger(ledger, manifest.samples)
         else:
             behind = {owner: (self._job.sharded_elements(owner), held) for owner, held in left_out.items()}
             ledger, event = charge(ledger, at.samples, self._losses(failed, manifest), behind)
+            updates = count_lost(manifest)
         seconds = time.monotonic() - started
-        return Recovered(plan, ledger, event, rewound, bytes_read, rows, seconds, 0, plan.mode == "full" or exact)
+        return Recovered(plan, ledger, event, rewound, bytes_read, rows, seconds, updates[0], updates[1] and exact)
 
     def holds(self, manifest: Manifest) -> None:
         """This rank's shards hold this version's rows, and the next saves build on it."""

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from lightning_cpr.store.versions import clean_torn, load_manifest
 from lightning_cpr.tables.scalars import fused_scalars
 from lightning_cpr.tables.shards import plan_fingerprint
 from lightning_cpr.tables.tracker import RowTracker
+from lightning_cpr.update_counts import UpdateCounts
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +197,7 @@ class BackgroundSaves:
         self._busy = False
         self._announced: list[str] = []
         self._specs: list[SaveSpec] = []
+        self._counts = job.counts.of(job.rank) or UpdateCounts(0.0)
 
     @property
     def busy(self) -> bool:
@@ -229,6 +231,8 @@ class BackgroundSaves:
         self._forget_before(spec)
         self.tracker.settle(plan.committed)
         selection = self.tracker.take(spec.version, plan.content.rows, at.step)
+        self._counts = self._counts.with_version(spec.version, selection.lacking)
+        self._tell_counts()
         blocks = self.stager.stage(self.job.owned, selection.rows)
         part = rank_part(self.job, checkpoint, blocks, at.step, selection.complete, plan.bits)
         state = {"chain": self.chain.to_json(), "planner": planner}
@@ -248,6 +252,17 @@ class BackgroundSaves:
                 for name in ("done", "failed"):
                     self.job.kv.delete_key(old.key(name))
             self._specs = [*self._specs[-1:], spec]
+
+    def count_batch(self) -> None:
+        """A batch has been trained: after the first one it is known how many rows a batch updates."""
+        if not self._counts.per_batch:
+            self._tell_counts()
+
+    def _tell_counts(self) -> None:
+        per_batch = self.tracker.updates_per_batch or self._counts.per_batch
+        self._counts = replace(self._counts, per_batch=per_batch)
+        if self._counts.per_batch:
+            self.job.counts.tell(self.job.rank, self._counts)
 
     def _clean(self, path: str) -> Manifest:
         """The manifest of a commit. Its run's torn saves from before it go, and versions that no rule keeps."""

@@ -7,17 +7,27 @@ them. Time is accounted with given costs. A full recovery loses no update, so it
 
 from __future__ import annotations
 
-import math
+import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
 
-from lightning_cpr.policy.cost import interval_full, interval_partial
+from lightning_cpr.policy.cost import (
+    Costs,
+    Recovery,
+    interval_full,
+    interval_partial,
+    overhead_full,
+    overhead_partial,
+)
 from lightning_cpr.policy.ledger import Ledger, charge
 from lightning_cpr.policy.priority import PriorityConfig, RowPriority, make_priority, select_tables
 from lightning_cpr.spec import Shard, ShardSpec
@@ -53,6 +63,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
+    """seconds: it took, of a case with failures from the first one on."""
+
     auc: float
     pls: float
     overhead: float
@@ -76,6 +88,11 @@ def failures(seed: int, lost: int, clock: Clock) -> list[Failure]:
     return [Failure(at, tuple(sorted(order[:lost]))) for at, order in zip(times, orders, strict=True)]
 
 
+def strikes(seed: int, lost: int, steps: int, clock: Clock) -> dict[int, Failure]:
+    """The failures of a seed by the step after which they strike."""
+    return {max(1, round(f.at * steps)): f for f in failures(seed, lost, clock)}
+
+
 def save_interval(case: Case, clock: Clock) -> float:
     """Hours between full cycles of saves, at most the whole run."""
     if case.strategy == "full":
@@ -93,6 +110,15 @@ def overhead(case: Case, clock: Clock) -> float:
     if case.strategy == "full":
         cost += sum((failure.at * clock.total) % interval for failure in struck)
     return cost / clock.total
+
+
+def expected_overhead(case: Case, clock: Clock) -> float:
+    """`overhead` by the closed forms, for failures at any time."""
+    costs = Costs(clock.save, *(Recovery(clock.load_and_restart, 0.0) for _ in ("full", "partial")))
+    interval = save_interval(case, clock)
+    if case.strategy == "full":
+        return overhead_full(costs, interval, clock.mtbf, clock.total).total
+    return overhead_partial(costs, interval, clock.mtbf).total
 
 
 class Saved:
@@ -115,21 +141,21 @@ class Saved:
 
     def save(self) -> None:
         """A priority save of the chosen tables, all rows of the others."""
-        for live, copy in zip(self.shards, self.copies, strict=True):
+        for live, held in zip(self.shards, self.copies, strict=True):
             priority = self.priority.get(live.spec.table)
             if priority is None:
-                _copy(live, copy, slice(None))
+                _copy(live, held, slice(None))
             else:
                 rows = priority.select(self.config.count(live.spec.rows))
-                _copy(live, copy, rows)
+                _copy(live, held, rows)
                 priority.saved(rows)
 
     def lose(self, owners: Sequence[int]) -> None:
         """Overwrite the failed owners' rows with what was saved of them."""
-        for live, copy in zip(self.shards, self.copies, strict=True):
+        for live, held in zip(self.shards, self.copies, strict=True):
             for owner in owners:
                 start, stop = (live.spec.rows * (owner + i) // OWNERS for i in (0, 1))
-                _copy(copy, live, slice(start, stop))
+                _copy(held, live, slice(start, stop))
 
 
 def _copy(source: Shard, target: Shard, rows: Tensor | slice) -> None:
@@ -139,41 +165,124 @@ def _copy(source: Shard, target: Shard, rows: Tensor | slice) -> None:
             target.states[name][rows] = state[rows]
 
 
-def emulate(case: Case, model: DLRMModule, train: Sequence[Batch], test: Sequence[Batch], clock: Clock) -> Outcome:
-    """Train ``model`` on the batches with the failures of the case, and test it. One process, its own gloo group."""
+class Run:
+    """The saves, failures and PLS of one case, step by step beside the training."""
+
+    def __init__(self, case: Case, trainee: Trainee, steps: int, clock: Clock) -> None:
+        self.case = case
+        self.saved = Saved(trainee.shards, case.strategy, case.seed)
+        if case.strategy != "vanilla":
+            self.saved.prioritise(select_tables(list(table_specs(trainee.model).values()), share=0.995))
+        self.cycle = save_interval(case, clock) / clock.total * steps
+        self.every = self.cycle if case.strategy == "vanilla" else self.cycle * RATIO
+        self.struck = strikes(case.seed, case.lost, steps, clock)
+        self.ledger, self.closed, self.slot = Ledger(OWNERS), 0, 0
+
+    def after(self, step: int) -> None:
+        """Save what is due after this step, then lose what fails."""
+        if int(step / self.every) > self.slot:
+            self.slot = int(step / self.every)
+            self.saved.save()
+        self.closed = max(self.closed, int(int(step / self.cycle) * self.cycle))
+        if (failure := self.struck.get(step)) is not None:
+            self.saved.lose(failure.owners)
+            self.ledger, _ = charge(self.ledger, step, {owner: (1, [self.closed]) for owner in failure.owners})
+
+
+class Trainee:
+    """The model in training, in one process with a gloo group of its own."""
+
+    def __init__(self, model: DLRMModule) -> None:
+        world = World(1, 1, torch.device("cpu"))
+        self.model = model
+        self.wrapped = shard(model, build_plan(model, world, "table_wise"), world.device)
+        self.optimizer = model.configure_optimizers()
+        self.shards = local_shards(model)
+
+    def train(self, batch: Batch) -> None:
+        self.optimizer.zero_grad()
+        binary_cross_entropy_with_logits(self.wrapped(batch), batch.labels).backward()
+        self.optimizer.step()
+
+    def snapshot(self) -> Snapshot:
+        rows = [[shard.weight.clone(), *(state.clone() for state in shard.states.values())] for shard in self.shards]
+        dense = [parameter.detach().clone() for parameter in self._dense()]
+        return Snapshot(rows, dense, copy.deepcopy(self.optimizer.state_dict()))
+
+    def load(self, snapshot: Snapshot) -> None:
+        with torch.no_grad():
+            for shard, rows in zip(self.shards, snapshot.rows, strict=True):
+                for target, value in zip((shard.weight, *shard.states.values()), rows, strict=True):
+                    target.copy_(value)
+            for parameter, value in zip(self._dense(), snapshot.dense, strict=True):
+                parameter.copy_(value)
+        self.optimizer.load_state_dict(copy.deepcopy(snapshot.optimizer))
+
+    def _dense(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """rows: by shard, its weight and optimizer states."""
+
+    rows: list[list[Tensor]]
+    dense: list[Tensor]
+    optimizer: dict[str, Any]
+
+
+def emulate(
+    cases: Sequence[Case], model: DLRMModule, train: Sequence[Batch], test: Sequence[Batch], clock: Clock
+) -> Iterator[tuple[Case, Outcome]]:
+    """Train ``model`` on the batches with the failures of each case, and test it. The cases are partial, or none, of
+    one seed: up to the first failure, which is the same of all, they share one training.
+    """
     started = time.monotonic()
-    torch.manual_seed(case.seed)
-    world = World(1, 1, torch.device("cpu"))
-    wrapped = shard(model, build_plan(model, world, "table_wise"), world.device)
-    optimizer = model.configure_optimizers()
-    shards = local_shards(model)
-    partial = case.strategy not in ("none", "full")
-    saved = Saved(shards, case.strategy, case.seed) if partial else None
-    if saved is not None and case.strategy != "vanilla":
-        saved.prioritise(select_tables(list(table_specs(model).values()), share=0.995))
-    hook = register_lookup_hook(model, saved.observe) if saved is not None else None
-    steps = len(train)
-    cycle = save_interval(case, clock) / clock.total * steps if partial else math.inf
-    every = cycle if case.strategy == "vanilla" else cycle * RATIO
-    struck = {max(1, round(f.at * steps)): f for f in failures(case.seed, case.lost, clock)} if partial else {}
-    ledger, closed, slot = Ledger(OWNERS), 0, 0
-    for step, batch in enumerate(train, 1):
-        optimizer.zero_grad()
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(wrapped(batch), batch.labels)
-        loss.backward()
-        optimizer.step()
-        if saved is not None and int(step / every) > slot:
-            slot = int(step / every)
-            saved.save()
-        if int(step / cycle) * cycle > closed:
-            closed = int(int(step / cycle) * cycle)
-        if saved is not None and (failure := struck.get(step)) is not None:
-            saved.lose(failure.owners)
-            ledger, _ = charge(ledger, step, {owner: (1, [closed]) for owner in failure.owners})
-    if hook is not None:
+    torch.manual_seed(cases[0].seed)
+    trainee = Trainee(model)
+    runs = [Run(case, trainee, len(train), clock) for case in cases if case.strategy != "none"]
+    first = min((step for run in runs for step in run.struck), default=0)
+    shared = trainee.snapshot()
+    with _observed(trainee, runs):
+        for step, batch in enumerate(train[:first], 1):
+            trainee.train(batch)
+            if step == first:
+                shared = trainee.snapshot()
+            else:
+                for run in runs:
+                    run.after(step)
+    for case in cases:
+        if case.strategy == "none":
+            for batch in train[first:]:
+                trainee.train(batch)
+            yield case, Outcome(evaluate(trainee.wrapped, test), 0.0, 0.0, time.monotonic() - started)
+    while runs:
+        started = time.monotonic()
+        run = runs.pop(0)
+        trainee.load(shared)
+        run.after(first)
+        last = max(run.struck)
+        with _observed(trainee, [run]):
+            for step, batch in enumerate(train[first:last], first + 1):
+                trainee.train(batch)
+                run.after(step)
+        for batch in train[last:]:
+            trainee.train(batch)
+        auc, pls = evaluate(trainee.wrapped, test), run.ledger.pls(len(train))
+        yield run.case, Outcome(auc, pls, overhead(run.case, clock), time.monotonic() - started)
+
+
+@contextmanager
+def _observed(trainee: Trainee, runs: Sequence[Run]) -> Iterator[None]:
+    def observe(spec: ShardSpec, ids: Tensor) -> None:
+        for run in runs:
+            run.saved.observe(spec, ids)
+
+    hook = register_lookup_hook(trainee.model, observe)
+    try:
+        yield
+    finally:
         hook.remove()
-    auc = evaluate(wrapped, test)
-    return Outcome(auc, ledger.pls(steps), overhead(case, clock), time.monotonic() - started)
 
 
 def evaluate(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
@@ -181,6 +290,7 @@ def evaluate(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
     model.eval()
     with torch.no_grad():
         logits = torch.cat([model(batch)[: batch.valid] for batch in batches])
+    model.train()
     labels = torch.cat([batch.labels[: batch.valid] for batch in batches])
     return float(binary_auroc(torch.sigmoid(logits).double(), labels.long()))
 

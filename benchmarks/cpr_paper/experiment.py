@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import cache
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-from benchmarks.cpr_paper.emulation import Case, Clock, emulate, init_process
+from benchmarks.cpr_paper.emulation import Case, Clock, emulate, init_process, overhead
 from benchmarks.cpr_paper.figures import write_figures, write_table
 from recipes.batch import Batch
 from recipes.dlrm import DLRMModule
@@ -46,7 +45,6 @@ def cases(setting: dict[str, Any], seeds: int) -> list[Case]:
     return [*[Case("none", 0.0, 0, seed) for seed in range(seeds)], *full, *partial]
 
 
-@cache
 def data(name: str, small: bool) -> tuple[dict[str, Any], list[Batch], list[Batch]]:
     """(model arguments, training batches in order of the epochs, test batches)."""
     setting = yaml.safe_load(CONFIG.read_text())[name]
@@ -65,24 +63,25 @@ def data(name: str, small: bool) -> tuple[dict[str, Any], list[Batch], list[Batc
     return model, train, list(module.test_dataloader())
 
 
-def work(name: str, small: bool, case: Case, clock: Clock) -> tuple[Case, dict[str, Any]]:
-    init_process()
-    import torch
-
+def outcomes(name: str, small: bool, todo: Sequence[Case], clock: Clock) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Of each case, seed by seed."""
     model, train, test = data(name, small)
-    if case.strategy == "full":  # no update is lost: only its time is accounted
-        from benchmarks.cpr_paper.emulation import overhead
-
-        return case, {"auc": None, "pls": 0.0, "overhead": overhead(case, clock), "seconds": 0.0}
-    torch.manual_seed(case.seed)
-    return case, asdict(emulate(case, DLRMModule(**model), train, test, clock))
+    for case in todo:
+        if case.strategy == "full":  # no update is lost: only its time is accounted
+            yield case, {"auc": None, "pls": 0.0, "overhead": overhead(case, clock), "seconds": 0.0}
+    for seed in sorted({case.seed for case in todo}):
+        torch.manual_seed(seed)
+        mine = [case for case in todo if case.seed == seed and case.strategy != "full"]
+        if not mine:
+            continue
+        for case, outcome in emulate(mine, DLRMModule(**model), train, test, clock):
+            yield case, asdict(outcome)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", choices=("movielens", "synthetic"), default="movielens")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--small", action="store_true", help="one seed, one share, small data: minutes")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
@@ -95,14 +94,11 @@ def main() -> None:
     path = args.out / f"{args.data}{'-small' if args.small else ''}.json"
     done: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
     todo = [case for case in cases(setting, args.seeds) if _key(case) not in done]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-        futures = [pool.submit(work, args.data, args.small, case, clock) for case in todo]
-        for number, future in enumerate(as_completed(futures), 1):
-            case, outcome = future.result()
-            done[_key(case)] = asdict(case) | outcome
-            _write(path, {"machine": machine(), "clock": asdict(clock), "runs": done})
-            print(f"{number}/{len(todo)} {_key(case)}: {outcome}", flush=True)
+    init_process()
+    for number, (case, outcome) in enumerate(outcomes(args.data, args.small, todo, clock), 1):
+        done[_key(case)] = asdict(case) | outcome
+        _write(path, {"machine": machine(), "clock": asdict(clock), "runs": done})
+        print(f"{number}/{len(todo)} {_key(case)}: {outcome}", flush=True)
     print(write_table(path))
     write_figures(path)
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cpr_paper.emulation import Case, Clock, expected_overhead
+
 ORDER = ("full", "vanilla", "scar", "mfu", "ssu")
 # two-sided 95 % of Student's t, by degrees of freedom
 T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
@@ -39,16 +41,18 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def write_table(path: Path) -> str:
     """Markdown, also written beside the JSON."""
     lines = [
-        "| strategy | target PLS | owners lost | overhead % | AUC | AUC - undisturbed (95 % CI) | PLS |",
+        "| strategy | target PLS | owners lost | overhead % (expected) | AUC | AUC - undisturbed (95 % CI) | PLS |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    found = groups(path)
+    found, clock = groups(path), Clock(**json.loads(path.read_text())["clock"])
     for key in sorted(found, key=lambda k: (k[2], k[1], ORDER.index(k[0]))):
         runs = found[key]
         mean, half = interval([run["delta"] for run in runs])
         strategy, target, lost = key
+        overhead = 100 * statistics.fmean(run["overhead"] for run in runs)
+        expected = 100 * expected_overhead(Case(strategy, target, lost, seed=0), clock)
         lines.append(
-            f"| {strategy} | {target or '':} | {lost}/8 | {100 * statistics.fmean(r['overhead'] for r in runs):.2f} |"
+            f"| {strategy} | {target or ''} | {lost}/8 | {overhead:.2f} ({expected:.2f}) |"
             f" {statistics.fmean(r['auc'] for r in runs):.4f} | {mean:+.5f} ± {half:.5f} |"
             f" {statistics.fmean(r['pls'] for r in runs):.4f} |"
         )

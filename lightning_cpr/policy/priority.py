@@ -158,7 +158,7 @@ class Mfu(RowPriority):
         self._bound = 0
 
     def observe(self, local_ids: Tensor) -> None:
-        self._count(local_ids, torch.ones(1, dtype=torch.int32, device=self.counts.device).expand(local_ids.numel()))
+        self._count(local_ids, torch.ones(local_ids.numel(), dtype=torch.int32, device=self.counts.device))
 
     def select(self, k: int) -> Tensor:
         return _largest(self.counts, k)
@@ -182,7 +182,7 @@ class Mfu(RowPriority):
             self.counts.clamp_(max=_COUNT_LIMIT // 2)
             by = by.clamp(max=_COUNT_LIMIT // 2)
             self._bound, most = _COUNT_LIMIT // 2, min(most, _COUNT_LIMIT // 2)
-        self.counts.index_add_(0, ids, by)
+        self.counts.scatter_add_(0, ids, by)
         self._bound += most
 
 
@@ -228,7 +228,7 @@ class Ssu(RowPriority):
         return self._bits.nbytes
 
     def _insert(self, ids: Tensor) -> None:
-        new = _distinct(ids[~self._contains(ids)])
+        new = _distinct(_where(ids, self._bit_of(ids) == 0))
         if new.numel() > self.capacity:
             new = new[self._shuffle(new.numel())[: self.capacity]]
         excess = self._size + new.numel() - self.capacity
@@ -250,19 +250,18 @@ class Ssu(RowPriority):
     def _flip(self, ids: Tensor, sign: Literal[1, -1]) -> None:
         # The ids are distinct and all out of (into) the set: sums of their bits are their unions, and never carry.
         bits = torch.ones_like(ids, dtype=torch.uint8) << (ids & 7).to(torch.uint8)
-        self._bits.index_add_(0, ids >> 3, bits, alpha=1 if sign > 0 else 255)
+        self._bits.scatter_add_(0, ids >> 3, bits if sign > 0 else -bits)
         self._size += sign * ids.numel()
 
-    def _contains(self, ids: Tensor) -> Tensor:
-        return (self._bits[ids >> 3] >> (ids & 7).to(torch.uint8)) & 1 != 0
+    def _bit_of(self, ids: Tensor) -> Tensor:
+        return (self._bits.index_select(0, ids >> 3) >> (ids & 7).to(torch.uint8)) & 1
 
     def _members(self) -> Tensor:
         return self._members_of(self._bits.nonzero().flatten())
 
     def _members_of(self, byte: Tensor) -> Tensor:
-        shifts = torch.arange(8, dtype=torch.uint8, device=self._bits.device)
-        inside = ((self._bits[byte, None] >> shifts) & 1).flatten().nonzero().flatten()
-        return byte[inside >> 3] * 8 + (inside & 7)
+        inside = _set_bits(self._bits.index_select(0, byte))
+        return byte.index_select(0, inside >> 3) * 8 + (inside & 7)
 
     def _shuffle(self, count: int) -> Tensor:
         return torch.randperm(count, generator=self._random, device=self._bits.device)
@@ -287,6 +286,19 @@ def _kth_largest(score: Tensor, k: int) -> float:
     if score.is_cpu:
         return np.partition(score.numpy(), -k)[-k].item()
     return score.kthvalue(score.numel() - k + 1).values.item()
+
+
+def _where(ids: Tensor, mask: Tensor) -> Tensor:
+    # On a CPU numpy's is 6 x torch's.
+    return torch.from_numpy(ids.numpy()[mask.numpy()]) if ids.is_cpu else ids[mask]
+
+
+def _set_bits(byte: Tensor) -> Tensor:
+    """Positions of the set bits, 8 a byte, lowest first."""
+    if byte.is_cpu:
+        return torch.from_numpy(np.flatnonzero(np.unpackbits(byte.numpy(), bitorder="little").view(np.bool_)))
+    shifts = torch.arange(8, dtype=torch.uint8, device=byte.device)
+    return ((byte[:, None] >> shifts) & 1).flatten().nonzero().flatten()
 
 
 def _distinct(ids: Tensor) -> Tensor:

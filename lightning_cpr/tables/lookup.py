@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -112,27 +114,23 @@ def register_lookup_hook(model: nn.Module, fn: LookupFn, when: When = "lookup") 
 
 
 def _ids(parts: list[_Part], features: Any) -> list[tuple[ShardSpec, Tensor]]:
-    lengths = features.length_per_key()
-    values = features.values()
-    found = []
-    key = start = 0
-    for part in parts:
-        count = sum(lengths[key : key + part.features])
-        if part.shard.rows:
-            ids = values[start : start + count].long()
-            found.append((part.shard, _clamped(ids, part.shard.rows)))
-        key += part.features
-        start += count
-    return found
+    lengths = iter(features.length_per_key())
+    counts = [sum(islice(lengths, part.features)) for part in parts]
+    values = features.values()[: sum(counts)].long()
+    found = [(p.shard, ids) for p, ids in zip(parts, values.split(counts), strict=True) if p.shard.rows]
+    if values.is_cpu and _all_inside(values, parts, counts):
+        return found
+    return [(shard, torch.where((ids < 0) | (ids >= shard.rows), 0, ids)) for shard, ids in found]
 
 
-def _clamped(ids: Tensor, rows: int) -> Tensor:
-    if ids.is_cpu and ids.numel():
-        # A sixth of the cost; on a GPU it would wait for the device.
-        least, most = torch.aminmax(ids)
-        if int(least) >= 0 and int(most) < rows:
-            return ids
-    return torch.where((ids < 0) | (ids >= rows), 0, ids)
+def _all_inside(values: Tensor, parts: list[_Part], counts: list[int]) -> bool:
+    """Whether each id has a row, in one pass over all shards. On a GPU the answer would wait for the device."""
+    held = [(part.shard.rows, count) for part, count in zip(parts, counts, strict=True) if count]
+    if not held:
+        return True
+    starts = np.cumsum([0, *(count for _, count in held[:-1])])
+    most = np.maximum.reduceat(values.numpy().view(np.uint64), starts)  # a negative id is larger than any row
+    return bool((most < np.array([rows for rows, _ in held], np.uint64)).all())
 
 
 def _lookup_parts(model: nn.Module) -> list[tuple[nn.Module, list[_Part]]]:

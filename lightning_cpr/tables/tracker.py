@@ -48,6 +48,7 @@ class _Track:
     """A shard. flags: uint8 ``[rows]``, of `_LAST` and `_BASE`; None: wholly dirty, always.
 
     lookups: since the shard was last taken with all its changed rows; ``mixed``: rows were taken without all since.
+    seen: lookups, and batches, since it is tracked.
     """
 
     shard: Shard
@@ -55,6 +56,8 @@ class _Track:
     complete_step: int = 0
     lookups: int = 0
     mixed: bool = False
+    seen: int = 0
+    batches: int = 0
     priority: RowPriority | None = None
     counter: Mfu | None = None
 
@@ -62,15 +65,24 @@ class _Track:
     def observers(self) -> list[RowPriority]:
         return [each for each in (self.priority, self.counter) if each is not None]
 
+    @property
+    def unsaved(self) -> tuple[int, bool]:
+        """(row updates since each row was last taken, exact): else, where no counter tells whose they are, too many."""
+        if self.counter is None:
+            return self.lookups, not self.mixed
+        return int(self.counter.counts.sum(dtype=torch.int64)), True
+
 
 @dataclass(frozen=True)
 class Selection:
     """What a save writes of this rank. rows: by shard, int64, increasing, on the CPU; a shard that is missing is
-    written whole. complete: by shard, the step that its rows are then complete to.
+    written whole. complete: by shard, the step that its rows are then complete to. lacking: row updates done by then
+    that the save leaves out, 0 where all shards are complete.
     """
 
     rows: Mapping[ShardSpec, Tensor] = field(default_factory=dict)
     complete: Mapping[ShardSpec, int] = field(default_factory=dict)
+    lacking: int = 0
 
 
 class RowTracker:
@@ -103,7 +115,6 @@ class RowTracker:
         self._count = count
         self._tracks: dict[ShardSpec, _Track] = {}
         self._taken: tuple[str, dict[ShardSpec, _Taken]] | None = None
-        self.updates = 0  # of rows of the shards, since this was made
         self.adopt(shards)
         self._hook = register_lookup_hook(model, self._observe, when="backward")
 
@@ -135,7 +146,8 @@ class RowTracker:
         if track is None:
             return
         track.lookups += ids.numel()
-        self.updates += ids.numel()
+        track.seen += ids.numel()
+        track.batches += 1
         if track.flags is None:
             return
         if ids.is_cpu:
@@ -215,7 +227,8 @@ class RowTracker:
             if complete:
                 track.complete_step, track.lookups = step, 0
         self._taken = (version, taken)
-        return Selection(selected, {spec: track.complete_step for spec, track in self._tracks.items()})
+        lacking = sum(track.unsaved[0] for track in self._tracks.values() if track.mixed)
+        return Selection(selected, {spec: track.complete_step for spec, track in self._tracks.items()}, lacking)
 
     def settle(self, committed: str | None) -> None:
         """End the save in flight, if there is one: ``committed`` is the newest version that stands."""
@@ -249,13 +262,22 @@ class RowTracker:
         """(row updates that are lost if these shards go back to the newest version, exact): lookups since each row
         was saved. Not exact, and then too high, where priority saves took some rows and no counter tells whose.
         """
-        lost, exact = 0, True
-        for track in self._tracks.values():
-            if not track.shard.spec.replicated:
-                counts = None if track.counter is None else track.counter.counts
-                lost += track.lookups if counts is None else int(counts.sum(dtype=torch.int64))
-                exact &= counts is not None or not track.mixed
-        return lost, exact
+        unsaved = [track.unsaved for track in self._sharded]
+        return sum(lost for lost, _ in unsaved), all(exact for _, exact in unsaved)
+
+    @property
+    def updates(self) -> int:
+        """Row updates of these shards so far."""
+        return sum(track.seen for track in self._tracks.values())
+
+    @property
+    def updates_per_batch(self) -> float:
+        """Row updates of these shards in a batch, on average; 0 before the first."""
+        return sum(track.seen / track.batches for track in self._sharded if track.batches)
+
+    @property
+    def _sharded(self) -> list[_Track]:
+        return [track for track in self._tracks.values() if not track.shard.spec.replicated]
 
 
 def _choose(track: _Track, rows: Rows, config: PriorityConfig | None) -> tuple[Tensor | None, Tensor, bool]:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_cpr.checkpoint_io import find_version
 from lightning_cpr.policy.ledger import event_from_json, replay
 from lightning_cpr.report.events import read_events
+from lightning_cpr.spec import ShardSpec
 from lightning_cpr.store.manifest import split_version
 from lightning_cpr.store.storage import Storage
 from tests._tiny import make_batch
@@ -53,6 +55,14 @@ def check_pls(events: list[dict[str, Any]], ends: list[dict[str, Any]], samples:
                 recovered[loss.owner] = charge.samples
 
 
+def lookups(step: int, shards: set[ShardSpec]) -> int:
+    """Ids of both ranks' batches of a step that fall on these shards."""
+    batches = [make_batch(step - 1, source).sparse_features for source in (0, 1)]
+    ids = {table: torch.cat([batch[f"f_{table}"].values() for batch in batches]) for table in "ab"}
+    found = {spec: ids[spec.table.rsplit(".", 1)[1]] for spec in shards}
+    return sum(int(((i >= s.row_start) & (i < s.row_end)).sum()) for s, i in found.items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 0])
 def test_only_the_lost_shard_comes_back(rank: int, tmp_path: Path) -> None:
@@ -83,14 +93,24 @@ def test_only_the_lost_shard_comes_back(rank: int, tmp_path: Path) -> None:
     assert {(s["rank"], s["source"], s["name"]) for s in recovery["sources"]} == {(rank, "store", recovery["version"])}
     # both ranks broke before their backward: no update is doubled; lost ones are as many as the other rank's
     assert (recovery["double_row_updates"], recovery["left_out_by"]) == (0, [])
-    assert recovery["lost_row_updates"] > 0
-    assert not recovery["lost_row_updates_exact"]
     (told,) = [e for e in events if e["event"] == "rejoined"]
     assert told["step"] == recovery["step"] + 1
     assert all(told[phase] >= 0 for phase in PHASES)
     assert told["total_s"] >= max(told[phase] for phase in PHASES)
     check_pls(events, ends, 2 * 4 * STEPS)
     check_batches(job, 2)
+    # PLS of the formula: the lost rank's share of the sharded elements, since the version
+    (charge,) = recovery["ledger"]["losses"]
+    elements = sum(r.spec.elements for r in find_version(root).manifest.shards if not r.spec.replicated)
+    assert recovery["pls"] == pytest.approx(charge["elements"] / elements * (recovery["step"] - step) / 40, rel=1e-9)
+    assert [e["pls"] for e in ends] == [recovery["pls"]] * 2
+    # the row updates that went with the process: told by it at its last save, of step 20
+    mine = {r.spec for r in find_version(root).manifest.shards if r.spec.owner == rank and not r.spec.replicated}
+    per_batch = sum(lookups(k, mine) for k in range(1, 21)) / 20
+    assert recovery["lost_row_updates"] == round(per_batch * (recovery["step"] - step))
+    assert recovery["lost_row_updates_exact"] is False
+    truly = sum(lookups(k, mine) for k in range(step + 1, recovery["step"] + 1))
+    assert recovery["lost_row_updates"] == pytest.approx(truly, rel=0.5)
     # the survivor trained every step, in one process
     assert [e["step"] for e in job.events(other, "step")] == list(range(1, STEPS + 1))
     # saving went on after the recovery, in the new epoch

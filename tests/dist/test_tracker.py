@@ -235,8 +235,11 @@ def priorities(rank: int, world: int) -> None:
     for _ in range(2):
         model(kjt([1, 1, 2, 3, 21, 21, 22, 23], [], [])).backward()
     model(kjt([5, 25], [3, 23], [])).backward()
+    # of this rank's halves of p and q
+    assert tracker.updates_per_batch == pytest.approx(world * (4 * 2 + 1 + 2) / 3)
     selection = tracker.take("m1", "priority", 3)
     assert selection.rows[p].tolist() == [1, 3]
+    assert selection.lacking == world * 2 * 1 + world * 1  # rows 2 and 5
     assert selection.complete[p] == 0
     assert selection.rows[q].tolist() == [3 if rank == 0 else 11]
     assert selection.complete[q] == 3
@@ -247,6 +250,7 @@ def priorities(rank: int, world: int) -> None:
     selection = tracker.take("m3", "priority", 5)
     assert selection.rows[p].tolist() == [2, 5]
     assert selection.complete[p] == 5
+    assert selection.lacking == 0
     tracker.settle("m3")
     assert rows_of(tracker.take("c", "since_base", 6))[p] == [1, 2, 3, 5]
     tracker.settle("c")

@@ -136,9 +136,9 @@ def test_the_overhead_of_the_production_study() -> None:
 
 def test_ten_thousand_owners_take_seconds() -> None:
     scenario = load_scenario(RECIPES / "large.yaml")
-    start = time.perf_counter()
+    start = time.process_time()
     found = by_name(simulate(scenario))
-    assert time.perf_counter() - start < 30  # about 1 s on one core
+    assert time.process_time() - start < 30  # about 1 s on one core
     assert found["full"].runs == 1000
     assert found["full"].owners == 10_000
     full, delta, decoupled = (found[n].overhead.total for n in ("full", "full, 8 bit deltas", "decoupled deltas"))
