@@ -128,7 +128,7 @@ def main() -> None:
     sys.path[0] = str(Path(options.script).resolve().parent) if options.script else os.getcwd()
     if options.modules or options.script:
         warm_up([*_imports(options.script), *options.modules, *BASE_MODULES])
-        if options.listed is not None:
+        if options.listed is not None and options.listed.exists():  # not where the trainer died before its first step
             warm_up(json.loads(options.listed.read_text()), logging.DEBUG)
         ordered, _, _ = select.select([options.control], [], [], 0)
         if not ordered and (beat := heartbeat()) is not None:

@@ -222,7 +222,9 @@ def make_run(rank: int, world: int, root: str) -> list[str]:
     ]  # fmt: skip
     for plan, steps, resume in starts:
         callback = CPRCallback(root, save_every_n_steps=9, resume=resume)
-        trainer = make_trainer(world, TorchRecStrategy(plan=plan), max_steps=steps, callbacks=[callback])
+        trainer = make_trainer(
+            world, TorchRecStrategy(plan=plan), max_steps=steps, max_epochs=9, callbacks=[callback]
+        )  # fmt: skip
         trainer.fit(Tiny(), stateful_loader(rank))
         assert trainer.global_step == steps
     return [text for text in said if text.startswith("CPRCallback")]

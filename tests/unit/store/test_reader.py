@@ -29,7 +29,7 @@ from lightning_cpr.store import (
     save,
     verify,
 )
-from lightning_cpr.store.codec import CODECS
+from lightning_cpr.store.codec import CODECS, tune
 from lightning_cpr.store.resolve import resolve
 from tests.unit.store.helpers import ELEMENT, ROW, Table, files_of, save_one, save_spec, table
 
@@ -233,7 +233,8 @@ def test_every_codec_through_files(
     manifest = load_manifest(storage, report.path)
     assert report.part.raw_rows == 0
     codec, sums = CODECS[name], CODECS["up16"]
-    weight = codec.decode(codec.encode(t.weight), 9, dtype)
+    tuned = tune(codec, t.weight)  # of few rows the writer's sample is all
+    weight = tuned.decode(tuned.encode(t.weight), 9, dtype)
     moments = codec.decode(codec.encode(t.states["exp_avg"]), 9, torch.float32)
     total = sums.decode(sums.encode(t.states["sum"][:, None]), 1, torch.float32)[:, 0]
     assert verify(storage, manifest) == []
