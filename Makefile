@@ -24,7 +24,7 @@ demo: setup
 	$(PY) -m recipes.demo
 
 test: setup
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile --durations 15
 
 lint: setup
 	$(PY) -m ruff check .

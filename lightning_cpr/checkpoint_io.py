@@ -17,6 +17,7 @@ import torch
 
 from lightning_cpr._lightning import CheckpointIO
 from lightning_cpr.errors import CorruptShardError, IncompatiblePlanError, ManifestError, UnsupportedError
+from lightning_cpr.guard import STOCK_STRATEGY
 from lightning_cpr.job import Job
 from lightning_cpr.report.progress import Report, progress_bar
 from lightning_cpr.saver import Progress, RunId, rank_part, save_spec
@@ -68,10 +69,7 @@ class CPRCheckpointIO(CheckpointIO):
             UnsupportedError: the Trainer's strategy is not `TorchRecStrategy`.
         """
         if self._job is None:
-            raise UnsupportedError(
-                "CPRCheckpointIO needs every rank, and the Trainer's strategy saves on rank 0 only: tables of the other"
-                ' ranks would be missing. Use Trainer(strategy="torchrec").'
-            )
+            raise UnsupportedError(STOCK_STRATEGY.format(strategy="the Trainer's strategy"))
         job = self._job
         self._run = self._run or RunId.of(job, job.incarnation)
         folder, name = relative_to(os.fspath(path))

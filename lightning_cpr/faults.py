@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["wipe", "kill", "hang", "raise", "torn_write", "bit_flip", "disk_full", "slow"]
 Point = Literal["forward", "backward", "optimizer", "batch_end", "pre_write", "mid_write", "pre_commit", "post_commit"]
+SAVE_POINTS = ("pre_write", "mid_write", "pre_commit", "post_commit")
 STORAGE_KINDS = ("torn_write", "bit_flip", "disk_full", "slow")
 
 
@@ -69,8 +70,9 @@ class Fault:
         for name, allowed in (("kind", get_args(Kind)), ("point", get_args(Point))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"Fault({name}={getattr(self, name)!r}): allowed are {', '.join(allowed)}")
-        if self.rank < 0 or self.step < 1 or self.seconds < 0:
-            raise ConfigError(f"{self}: rank and seconds start at 0, steps at 1")
+        first = 0 if self.point in SAVE_POINTS else 1
+        if self.rank < 0 or self.step < first or self.seconds < 0:
+            raise ConfigError(f"{self}: rank and seconds start at 0, steps at 1 (at 0 the points of a save)")
         if self.kind == "wipe" and self.point != "batch_end":
             raise ConfigError("a wipe happens at point 'batch_end': tables are at rest there")
 

@@ -177,11 +177,17 @@ class Restorer:
         return sum(everybody[rank][0] for rank in failed), all(everybody[rank][1] for rank in failed)
 
     def _end_save_in_flight(self, epoch: int) -> None:
-        """A new epoch: a save that holds rows of a failed rank must not commit."""
+        """A new epoch: a save whose rows may be a failed rank's does not commit, but where there is no version yet: the
+        first base was staged before the failure, and there is nothing else to go back to.
+        """
+        first = not self._job.broadcast(self._saves.chain.version)
+        outcome = self._saves.poll(self._timeout_s) if first and self._saves.busy else None
+        dist.barrier()
         if self._job.rank == 0:
             self._job.kv.set("epoch", str(epoch))
         dist.barrier()
-        outcome = self._saves.poll(self._timeout_s) if self._saves.busy else None
+        if self._saves.busy:
+            outcome = self._saves.poll(self._timeout_s)
         if isinstance(outcome, CPRError):
             # Aborted by this recovery, which is no failure of storage.
             self._saves.failed_in_a_row = 0

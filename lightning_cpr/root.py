@@ -72,6 +72,8 @@ def is_version_of(storage: Storage, version: Version | None) -> bool:
 
 
 def has_newer(storage: Storage, run_id: str, version: Version) -> bool:
-    """Whether the run has newer exact versions than this: then the user went back to it by name."""
-    found = newest(storage, run_id=run_id).manifest
+    """Whether the run has newer versions than this, of a future that it has turned away from: the user went back by
+    name, or the newest priority saves were of a crashed job.
+    """
+    found = newest(storage, None, run_id).manifest
     return found is None or found.version != version.manifest.version

@@ -15,8 +15,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from lightning_cpr._lightning import pl
 from lightning_cpr.errors import ConfigError
-from recipes._lightning import pl
 from recipes.batch import Batch
 
 SPARSE_OPTIMIZERS: dict[str, Any] = {

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from recipes._lightning import pl
+from lightning_cpr._lightning import pl
 from recipes.batch import Batch, Columns
 from recipes.errors import DataError
 

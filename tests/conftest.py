@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 JOIN_S = 5.0
+SHARED = pytest.StashKey[set[str]]()
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,18 @@ def nothing_leaks() -> Iterator[None]:
     for child in multiprocessing.active_children():
         child.join(max(0.0, deadline - time.monotonic()))
     assert not multiprocessing.active_children(), "the test left child processes"
-    assert not shared_memory() - shared, "the test left shared memory"
+    if not os.environ.get("PYTEST_XDIST_WORKER"):  # else names of another worker's test may be among them
+        assert not shared_memory() - shared, "the test left shared memory"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.stash[SHARED] = shared_memory()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not os.environ.get("PYTEST_XDIST_WORKER"):
+        left = shared_memory() - session.stash[SHARED]
+        assert not left, f"the tests left shared memory: {left}"
 
 
 def shared_memory() -> set[str]:

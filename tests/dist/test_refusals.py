@@ -22,6 +22,7 @@ from torchrec.modules.mc_modules import (
 from lightning_cpr._lightning import pl
 from lightning_cpr.errors import ConfigError, UnsupportedError
 from lightning_cpr.strategy import TorchRecStrategy
+from lightning_cpr.training_checks import check_training
 from tests._ranks import run_ranks
 from tests._tiny import Tiny, dense_optimizer, make_loader, make_trainer
 
@@ -134,7 +135,7 @@ def _half_precision(rank: int, world: int) -> list[str]:
     messages = []
     model = trainer.lightning_module
     try:
-        strategy._check_training(trainer, model)
+        check_training(trainer, model, other_tables=False)
     except UnsupportedError as error:
         messages.append(str(error))
     bf16 = make_trainer(world, TorchRecStrategy(plan="table_wise"), max_steps=2, precision="bf16-mixed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from lightning_cpr import CPRCallback, FaultInjector
 from lightning_cpr._lightning import Callback
 from lightning_cpr.report.events import read_events
 from lightning_cpr.store.find import find_version
+from lightning_cpr.store.manifest import Manifest
 from lightning_cpr.store.reader import read_table
 from lightning_cpr.store.storage import Storage
+from lightning_cpr.store.versions import list_versions, load_manifest
 from lightning_cpr.strategy import TorchRecStrategy
 from tests._ranks import run_ranks
-from tests._tiny import TABLES, Tiny, make_trainer
+from tests._tiny import BATCH_SIZE, TABLES, Tiny, make_trainer
 from tests.dist.test_main_job import rows_of, stateful_loader
 
 BATCHES = 20
@@ -128,6 +131,47 @@ def ended_and_gone_back(rank: int, world: int, folder: str) -> None:
     assert again.losses == model.losses[5:7] + model.losses[5:7]
     assert find_version(root).manifest.step == 5
     assert find_version(f"{root}@{BATCHES}").manifest.step == BATCHES
+
+
+def wiped_early_and_after_a_crash(rank: int, world: int, folder: str) -> None:
+    def fit_partial(root: str, injector: FaultInjector, stop: int = 0) -> CPRCallback:
+        cpr = CPRCallback(
+            root, save_every_n_steps=16, recovery="partial", priority="mfu", ratio=0.25, timeout_s=20
+        )  # fmt: skip
+        model, strategy = Tiny(dense="adam"), TorchRecStrategy(plan=dict.fromkeys(TABLES, "table_wise"))
+        callbacks = [cpr, Stop(stop), injector, *([Flush(cpr)] if stop else [])]
+        trainer = make_trainer(1, strategy, callbacks=callbacks)
+        with contextlib.suppress(InterruptedError):
+            trainer.fit(model, stateful_loader(0, BATCHES))
+        return cpr
+
+    # A shard is lost while the first version is still written: that one is waited for.
+    early = FaultInjector().slow(0, 0, 1.0).wipe(0, 1)
+    assert fit_partial(f"{folder}/early", early).counts["recoveries"] == 1
+    assert (early.count("slow"), early.count("wipe")) == (1, 1)
+
+    # The crashed job's last version is a priority save of batch 12. The next job goes on from batch 0's, the newest
+    # exact one, and loses a shard at batch 3: it must not get rows of a batch 12 that is not in its past.
+    root = f"{folder}/crash"
+    fit_partial(root, FaultInjector(), stop=14)
+    assert [m.consistency for m in manifests(root)] == ["exact", "mixed", "mixed", "mixed"]
+    wiped = FaultInjector().wipe(0, 3)
+    cpr = fit_partial(root, wiped, stop=4)
+    assert wiped.count("wipe") == 1
+    recovery = [e for e in read_events(Storage(root)) if e["event"] == "recovery"][-1]
+    held = find_version(f"{root}@{recovery['version']}").manifest
+    assert (held.epoch, held.step, held.consistency) == (1, 0, "exact")
+    assert cpr.ledger.lost
+    assert cpr.samples == 3 * BATCH_SIZE
+
+
+def manifests(root: str) -> list[Manifest]:
+    storage = Storage(root)
+    return [load_manifest(storage, ref) for ref in reversed(list_versions(storage))]
+
+
+def test_a_shard_lost_before_the_first_version_or_after_a_crash_between_exact_ones(tmp_path: Path) -> None:
+    run_ranks(wiped_early_and_after_a_crash, 1, str(tmp_path))
 
 
 def test_the_newest_version_is_where_the_run_stands(tmp_path: Path) -> None:

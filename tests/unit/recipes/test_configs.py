@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jsonargparse import ArgumentParser
 
-from recipes._lightning import pl
+from lightning_cpr._lightning import pl
 from recipes.dlrm import DLRMModule, check_tables
 from recipes.loader import RecipeDataModule
 from recipes.synthetic import criteo_like_tables
