@@ -3,8 +3,8 @@
     python -m benchmarks.cpr_paper --data movielens --seeds 5
     python -m benchmarks.cpr_paper --small
 
-Writes ``<out>/<data>.json`` as results come in (a run that was cut off goes on where it stopped), then the table and
-the figures.
+Writes ``<out>/<data>.json`` as results come in, then the table and the figures of all results there are. A run that was
+cut off goes on where it stopped; with ``--target-pls`` and ``--lost`` the settings can be done one after the other.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", choices=("movielens", "synthetic"), default="movielens")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--target-pls", type=float, nargs="+", help="only these, in place of the setting's")
+    parser.add_argument("--lost", type=int, nargs="+", help="only these numbers of failed owners")
     parser.add_argument("--small", action="store_true", help="one seed, one share, small data: minutes")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
@@ -89,6 +91,7 @@ def main() -> None:
     if args.small:
         setting |= {"lost": setting["lost"][:1]}
         args.seeds = 1
+    setting |= {name: chosen for name in ("target_pls", "lost") if (chosen := getattr(args, name))}
     clock = Clock(**setting["clock"])
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.data}{'-small' if args.small else ''}.json"

@@ -48,12 +48,13 @@ def write_table(path: Path) -> str:
     for key in sorted(found, key=lambda k: (k[2], k[1], ORDER.index(k[0]))):
         runs = found[key]
         mean, half = interval([run["delta"] for run in runs])
+        delta = f"{mean:+.5f} ± {half:.5f}" if len(runs) > 1 else f"{mean:+.5f}"
         strategy, target, lost = key
         overhead = 100 * statistics.fmean(run["overhead"] for run in runs)
         expected = 100 * expected_overhead(Case(strategy, target, lost, seed=0), clock)
         lines.append(
             f"| {strategy} | {target or ''} | {lost}/8 | {overhead:.2f} ({expected:.2f}) |"
-            f" {statistics.fmean(r['auc'] for r in runs):.4f} | {mean:+.5f} ± {half:.5f} |"
+            f" {statistics.fmean(r['auc'] for r in runs):.4f} | {delta} |"
             f" {statistics.fmean(r['pls'] for r in runs):.4f} |"
         )
     text = "\n".join(lines) + "\n"

@@ -22,7 +22,7 @@ from lightning_cpr.tables._modules import lookups, sharded_collections, table_co
 from lightning_cpr.tables.shards import global_shards
 
 LookupFn = Callable[[ShardSpec, Tensor], None]
-"""``fn(shard, ids)``; ids: int64 ``[n]``, row numbers within the shard, duplicates kept."""
+"""``fn(shard, ids)``; ids: int64 ``[n]``, row numbers within the shard, duplicates kept; nobody changes them later."""
 
 When = Literal["lookup", "backward"]
 
@@ -116,21 +116,23 @@ def register_lookup_hook(model: nn.Module, fn: LookupFn, when: When = "lookup") 
 def _ids(parts: list[_Part], features: Any) -> list[tuple[ShardSpec, Tensor]]:
     lengths = iter(features.length_per_key())
     counts = [sum(islice(lengths, part.features)) for part in parts]
-    values = features.values()[: sum(counts)].long()
+    # A copy: who is told may keep them, and a pipeline may write the next batch where this one lies.
+    values = features.values()[: sum(counts)].to(torch.int64, copy=True)
     found = [(p.shard, ids) for p, ids in zip(parts, values.split(counts), strict=True) if p.shard.rows]
-    if values.is_cpu and _all_inside(values, parts, counts):
+    if values.is_cpu and _all_inside(values, [part.shard.rows for part in parts], counts):
         return found
     return [(shard, torch.where((ids < 0) | (ids >= shard.rows), 0, ids)) for shard, ids in found]
 
 
-def _all_inside(values: Tensor, parts: list[_Part], counts: list[int]) -> bool:
+def _all_inside(values: Tensor, rows: list[int], counts: list[int]) -> bool:
     """Whether each id has a row, in one pass over all shards. On a GPU the answer would wait for the device."""
-    held = [(part.shard.rows, count) for part, count in zip(parts, counts, strict=True) if count]
-    if not held:
+    told = np.array(counts)
+    held = told > 0
+    if not held.any():
         return True
-    starts = np.cumsum([0, *(count for _, count in held[:-1])])
+    starts = (told.cumsum() - told)[held]
     most = np.maximum.reduceat(values.numpy().view(np.uint64), starts)  # a negative id is larger than any row
-    return bool((most < np.array([rows for rows, _ in held], np.uint64)).all())
+    return bool((most < np.array(rows, np.uint64)[held]).all())
 
 
 def _lookup_parts(model: nn.Module) -> list[tuple[nn.Module, list[_Part]]]:
