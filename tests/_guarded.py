@@ -89,6 +89,7 @@ def _guarded_child(
     os.ftruncate(page, mmap.PAGESIZE)
     variables[HEARTBEAT_FD_ENV] = str(page)
     if replaces:
-        variables[REPLACES_ENV] = str(announce(store_from_env(variables)(30.0), rank, "killed by the test"))
+        store = store_from_env(variables)(30.0)
+        variables[REPLACES_ENV] = str(announce(store, rank, "killed by the test", time.time()))
     show_log()
     _ranks._child(rank, world, variables, payload, sender)
