@@ -53,7 +53,10 @@ from lightning_cpr.tables.tracker import RowTracker
 
 log = logging.getLogger(__name__)
 
-COUNTS = ("commits", "skipped", "failed", "recoveries", "hooks_lost", "compactions", "compactions_failed")
+COUNTS = (
+    "commits", "skipped", "failed", "recoveries", "hooks_lost", "compactions", "compactions_failed",
+    "parity_mismatches", "parity_refused", "parity_broken",
+)  # fmt: skip
 """What a callback counts over a whole run."""
 
 
