@@ -18,12 +18,15 @@ T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 
 
 
 def groups(path: Path) -> dict[tuple[str, float, int], list[dict[str, Any]]]:
-    """Runs by (strategy, target PLS, owners lost), with ``delta``: its AUC less the same seed's undisturbed."""
+    """Runs by (strategy, target PLS, owners lost), with ``delta``: its AUC less the same seed's undisturbed.
+
+    Seeds whose undisturbed run is not done yet are left out.
+    """
     runs = list(json.loads(path.read_text())["runs"].values())
     plain = {run["seed"]: run["auc"] for run in runs if run["strategy"] == "none"}
     found: dict[tuple[str, float, int], list[dict[str, Any]]] = defaultdict(list)
     for run in runs:
-        if run["strategy"] != "none":
+        if run["strategy"] != "none" and run["seed"] in plain:
             auc = plain[run["seed"]] if run["auc"] is None else run["auc"]
             key = (run["strategy"], run["target_pls"], run["lost"])
             found[key].append(run | {"auc": auc, "delta": auc - plain[run["seed"]]})
