@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cpr.state import rng_state, set_rng_state
+from lightning_cpr.state import cloned, rng_state, set_rng_state
 from lightning_cpr.tables.dense import (
     dense_buffers,
     dense_optimizer_state,
@@ -64,9 +64,9 @@ class ManualStart(BatchStart):
         super().__init__(trainer)
         self._trainer, self._module = trainer, trainer.lightning_module
         optimizers = trainer.strategy.optimizers
-        self._dense = _cloned(dense_state(self._module))
-        self._optimizers = [(o, _cloned(dense_optimizer_state(self._module, o))) for o in optimizers]
-        self._replicas = _cloned(replicated_state(self._module, optimizers))
+        self._dense = cloned(dense_state(self._module))
+        self._optimizers = [(o, cloned(dense_optimizer_state(self._module, o))) for o in optimizers]
+        self._replicas = cloned(replicated_state(self._module, optimizers))
         self._scalars = fused_scalars(self._module, optimizers)
         self._schedulers = schedulers_state(trainer)
         self._requires_grad = [(p, p.requires_grad) for p in self._module.parameters()]
@@ -75,7 +75,7 @@ class ManualStart(BatchStart):
     def put_back_dense(self) -> None:
         load_dense_state(self._module, self._dense)
         for optimizer, state in self._optimizers:
-            load_dense_optimizer_state(self._module, optimizer, _cloned(state))
+            load_dense_optimizer_state(self._module, optimizer, cloned(state))
         optimizers = [optimizer for optimizer, _ in self._optimizers]
         load_replicated_state(self._module, self._replicas, optimizers)
         load_fused_scalars(self._module, self._scalars, optimizers)
@@ -88,23 +88,13 @@ class ManualStart(BatchStart):
 
 def schedulers_state(trainer: Any) -> list[dict[str, Any]]:
     """Of the learning-rate schedulers, in order; copied."""
-    return [_cloned(dict(config.scheduler.state_dict())) for config in trainer.lr_scheduler_configs]
+    return [cloned(dict(config.scheduler.state_dict())) for config in trainer.lr_scheduler_configs]
 
 
 def load_schedulers_state(trainer: Any, states: list[dict[str, Any]]) -> None:
     """Loads what `schedulers_state` gave."""
     for config, state in zip(trainer.lr_scheduler_configs, states, strict=True):
-        config.scheduler.load_state_dict(_cloned(state))
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _cloned(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_cloned(item) for item in value)
-    return value
+        config.scheduler.load_state_dict(cloned(state))
 
 
 def _is_metric(module: nn.Module) -> bool:

@@ -29,6 +29,17 @@ log = logging.getLogger(__name__)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+def cloned(value: Any) -> Any:
+    """A copy with tensors of its own, where they are; other values are shared."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: cloned(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(cloned(item) for item in value)
+    return value
+
+
 def to_plain(value: Any, where: str = "checkpoint") -> Any:
     """A copy of ``value`` in host memory, made of tensors and plain Python values only.
 

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from lightning_cpr.recovery.parity_agree import RankState
-from lightning_cpr.state import rng_state, set_rng_state
+from lightning_cpr.state import cloned, rng_state, set_rng_state
 from lightning_cpr.tables.dense import (
     dense_optimizer_state,
     dense_state,
@@ -51,9 +49,9 @@ class DenseCopy:
 
     def __init__(self, trainer: Any) -> None:
         self._module, self._optimizers = trainer.lightning_module, trainer.strategy.optimizers
-        self._dense = _cloned(dense_state(self._module))
-        self._states = [_cloned(dense_optimizer_state(self._module, optimizer)) for optimizer in self._optimizers]
-        self._replicas = _cloned(replicated_state(self._module, self._optimizers))
+        self._dense = cloned(dense_state(self._module))
+        self._states = [cloned(dense_optimizer_state(self._module, optimizer)) for optimizer in self._optimizers]
+        self._replicas = cloned(replicated_state(self._module, self._optimizers))
         self._scalars = fused_scalars(self._module, self._optimizers)
         self.rng = rng_state()
 
@@ -61,7 +59,7 @@ class DenseCopy:
         """Give the model these values."""
         load_dense_state(self._module, self._dense)
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
-            load_dense_optimizer_state(self._module, optimizer, _cloned(state))
+            load_dense_optimizer_state(self._module, optimizer, cloned(state))
         load_replicated_state(self._module, self._replicas, self._optimizers)
         load_fused_scalars(self._module, self._scalars, self._optimizers)
 
@@ -100,13 +98,3 @@ def step_of(trainer: Any, batch: Any, batch_idx: int) -> Step:
     kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
     closure = epoch_loop.automatic_optimization._make_closure(kwargs, trainer.optimizers[0], batch_idx)
     return Step(lambda: strategy._optimizer_step(trainer.optimizers[0], closure, module))
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _cloned(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_cloned(item) for item in value)
-    return value
