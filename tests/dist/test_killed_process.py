@@ -144,26 +144,3 @@ def test_deaths_in_every_phase_of_a_step_and_of_a_save_on_every_rank(tmp_path: P
     check_pls(events, ends, 4 * 4 * STEPS)
     check_batches(job, 4)
     assert still_running(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_deaths_outside_a_training_step_restart_the_job(tmp_path: Path, zygote: Zygote) -> None:
-    """In the sanity check, in Lightning's own checkpoint, in validation, and at the end of the epoch."""
-    told = kills("1:0:sanity:0", "1:5:checkpoint:1", "0:15:validation:2", "1:20:epoch_end:3")
-    job = zygote.run(JOB, tmp_path, [*told, "--validate", "--steps=20"], 2, max_restarts=4)
-    assert job.code == 0, job.stderr[-5000:]
-    fired = [(e["point"], e["step"]) for r in (0, 1) for e in job.events(r, "kill")]
-    assert sorted(fired) == [("checkpoint", 5), ("epoch_end", 20), ("sanity", 0), ("validation", 15)]
-    assert [e["step"] for r in (0, 1) for e in job.events(r, "end")] == [20, 20]
-    events = read_events(Storage(str(tmp_path / "root")))
-    # each attempt goes on from the newest version, and none is a recovery in place
-    resumed = [e["step"] for e in events if e["event"] == "run_started"]
-    assert resumed[0] == 0
-    assert resumed == sorted(resumed)
-    assert resumed[-1] in (10, 20)
-    assert not [e for e in events if e["event"] == "recovery"]
-    where = [e["where"] for e in events if e["event"] == "stepped_down"]
-    assert where[:3] == ["in the sanity check", "in training", "in validation"]
-    assert set(where[3:]) == {"in training"}
-    assert "this rank steps down" in job.stderr
-    assert still_running(tmp_path) == []
