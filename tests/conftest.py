@@ -42,9 +42,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not os.environ.get("PYTEST_XDIST_WORKER"):
-        left = shared_memory() - session.stash[SHARED]
-        assert not left, f"the tests left shared memory: {left}"
+    if not os.environ.get("PYTEST_XDIST_WORKER") and (left := shared_memory() - session.stash[SHARED]):
+        print(f"\nthe tests left shared memory: {sorted(left)}")
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 def shared_memory() -> set[str]:

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import json
 import logging
-import mmap
 import os
 import runpy
 import select
-import struct
 import sys
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -56,18 +54,10 @@ def heartbeat() -> Callable[[], int] | None:
 
     It returns whether the guardian wants this process to end: 0 no, 1 yes, 2 and half of its grace is over.
     """
-    from lightning_cpr.recovery.guardian import HEARTBEAT_FD_ENV
+    from lightning_cpr.recovery import guardian
 
-    fd = os.environ.get(HEARTBEAT_FD_ENV)
-    if fd is None:
-        return None
-    page = mmap.mmap(int(fd), mmap.PAGESIZE)
-
-    def beat() -> int:
-        struct.pack_into("d", page, 0, time.monotonic())
-        return int(struct.unpack_from("d", page, 8)[0])
-
-    return beat
+    page = guardian.heartbeat_page()
+    return None if page is None else functools.partial(guardian.beat, page)
 
 
 def _imports(script: str | None) -> list[str]:
@@ -88,8 +78,8 @@ def _announce(reason: str, died_at: float) -> None:
     os.environ[REPLACES_ENV] = str(announce(store_from_env()(60.0), int(os.environ["RANK"]), reason, died_at))
 
 
-def _end_with(error: Exception) -> None:
-    """Leave the error where the other ranks, torchrun and this host's next attempt look for it."""
+def _report(error: Exception) -> int:
+    """Leave the error where other ranks, torchrun and this host's next attempt look for it. Returns the exit code."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from lightning_cpr.errors import RecoveryError
@@ -100,12 +90,19 @@ def _end_with(error: Exception) -> None:
     get_error_handler().record_exception(error)
     if isinstance(error, RecoveryError) or is_lost_peer(error):
         log.exception("this rank steps down: %s", error)
-        sys.exit(EXIT_STEP_DOWN)
+        return EXIT_STEP_DOWN
     rank = int(os.environ["RANK"])
     publish_error(store_from_env()(5.0), rank, error)
     report = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
     text = report.read_text() if report.exists() else ""
     note_user_error(os.environ.get(JOB_DIR_ENV), rank, f"{type(error).__name__}: {error}", 1, text)
+    return 1
+
+
+def _tell_over(code: int) -> None:
+    from lightning_cpr.recovery.guardian import tell_over
+
+    tell_over(code)
 
 
 def show_log() -> None:
@@ -143,11 +140,19 @@ def main() -> None:
     if "replaces" in order:
         warm_up(_imports(script))
         _announce(order["replaces"], order["died_at"])
+    code = 1
     try:
         _run(order)
-    except Exception as e:
-        _end_with(e)
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
         raise
+    except Exception as e:
+        if (code := _report(e)) != 1:
+            sys.exit(code)
+        raise
+    finally:
+        _tell_over(code)
 
 
 if __name__ == "__main__":

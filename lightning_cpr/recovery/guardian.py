@@ -39,6 +39,8 @@ EXIT_STEP_DOWN = 75
 """A trainer's exit code for: live recovery failed, take the next step down (EX_TEMPFAIL)."""
 GRACE_S = 25.0
 _POLL_S = 0.25
+_BEAT_AT, _ASKED_AT, _OVER_AT = 0, 8, 16
+"""Doubles in the heartbeat's page: the child's last beat, whether it shall end, 1 + exit code once its script has."""
 _CHILD = str(Path(__file__).resolve().with_name("child.py"))
 _NOTE = "user-error.json"
 _REPLACEABLE = {
@@ -111,7 +113,7 @@ class Child:
 
     def assign(self, **order: object) -> None:
         """Tell it what to run; its heartbeat counts from its next beat on. A dead one is noticed as one that ended."""
-        struct.pack_into("d", self._beat, 0, 0.0)
+        struct.pack_into("d", self._beat, _BEAT_AT, 0.0)
         try:
             os.write(self._control, json.dumps(order).encode() + b"\n")
         except BrokenPipeError:
@@ -119,8 +121,16 @@ class Child:
 
     def silent_for(self, now: float) -> float | None:
         """Seconds since its last heartbeat; None before the first."""
-        (beat,) = struct.unpack_from("d", self._beat)
-        return now - beat if beat else None
+        (last,) = struct.unpack_from("d", self._beat, _BEAT_AT)
+        return now - last if last else None
+
+    def exit_code(self) -> int:
+        """How it ended (negative: the signal). A signal after the script's own end is an abort on the way out."""
+        (told,) = struct.unpack_from("d", self._beat, _OVER_AT)
+        if self.process.returncode < 0 and told:
+            log.warning("trainer %d got %s after its script had ended", self.process.pid, -self.process.returncode)
+            return int(told) - 1
+        return int(self.process.returncode)
 
     def end(self, grace: float = 0.0) -> int:
         """SIGTERM, then after ``grace`` seconds SIGKILL. Returns the exit code.
@@ -130,7 +140,7 @@ class Child:
         if self.process.poll() is None and grace > 0:
             self.process.terminate()
             for asked in (1, 2):
-                struct.pack_into("d", self._beat, 8, asked)
+                struct.pack_into("d", self._beat, _ASKED_AT, asked)
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(grace / 2)
             if self.process.returncode is None:
@@ -194,7 +204,7 @@ class Guardian:
                     log.warning("rank %d: %s, passed on to the trainer", self._rank, caught.name)
                     code = self._trainer.end(self._grace)
                     return code if code >= 0 else 128 - code
-                verdict = judge(self._trainer.process.returncode, self._replaced_at, time.monotonic(), self._budget)
+                verdict = judge(self._trainer.exit_code(), self._replaced_at, time.monotonic(), self._budget)
                 if verdict.act == "end":
                     if verdict.own_error:
                         note_user_error(
@@ -251,6 +261,24 @@ class Guardian:
             self._trainer.process.pid,
         )
         self._trainer.assign(**self._order, replaces=reason, died_at=died_at)
+
+
+def tell_over(code: int) -> None:
+    """Called by a guardian's child: its script has ended, with this exit code."""
+    if (page := heartbeat_page()) is not None:
+        struct.pack_into("d", page, _OVER_AT, code + 1)
+
+
+def heartbeat_page() -> mmap.mmap | None:
+    """The page that a guardian shares with its child (`Child`), for the child; None without a guardian."""
+    fd = os.environ.get(HEARTBEAT_FD_ENV)
+    return None if fd is None else mmap.mmap(int(fd), mmap.PAGESIZE)
+
+
+def beat(page: mmap.mmap) -> int:
+    """Tell the guardian that this child runs. Returns what it wants: 0 nothing, 1 end, 2 half of the grace is over."""
+    struct.pack_into("d", page, _BEAT_AT, time.monotonic())
+    return int(struct.unpack_from("d", page, _ASKED_AT)[0])
 
 
 def _die_with_parent() -> None:

@@ -77,9 +77,9 @@ time.sleep(60)
 """
 
 
-def start(tmp_path: Path) -> subprocess.Popen[str]:
+def start(tmp_path: Path, text: str = SCRIPT) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     (tmp_path / "out").mkdir()
     env = os.environ | {"RANK": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, guardian.__file__, "--spares=0", str(script), str(tmp_path / "out")]
@@ -111,3 +111,13 @@ def test_a_trainer_dies_with_its_guardian(tmp_path: Path, how: signal.Signals) -
     if how == signal.SIGTERM:
         assert process.returncode == 143
         assert "SIGTERM, passed on" in stderr
+
+
+@pytest.mark.parametrize(("last", "code"), [("", 0), ("sys.exit(3)", 3), ("sys.exit('no')", 1)])
+def test_an_abort_on_the_way_out_is_no_death(tmp_path: Path, last: str, code: int) -> None:
+    """Libraries abort the interpreter as it ends; a trainer whose script is over is not replaced for it."""
+    process = start(tmp_path, f"import atexit, os, sys\natexit.register(os.abort)\n{last}\n")
+    _, stderr = process.communicate(timeout=60)
+    assert "after its script had ended" in stderr
+    assert "takes over" not in stderr
+    assert process.returncode == code
