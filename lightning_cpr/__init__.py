@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from lightning_cpr.callback import CPRCallback
     from lightning_cpr.checkpoint_io import CPRCheckpointIO
     from lightning_cpr.faults import Fault, FaultInjector
-    from lightning_cpr.recovery.parity_config import ParityConfig
+    from lightning_cpr.recovery.parity.config import ParityConfig
     from lightning_cpr.strategy import TorchRecStrategy
 
 _PUBLIC = {
     "CPRCallback": "lightning_cpr.callback",
     "CPRCheckpointIO": "lightning_cpr.checkpoint_io",
     "TorchRecStrategy": "lightning_cpr.strategy",
-    "ParityConfig": "lightning_cpr.recovery.parity_config",
+    "ParityConfig": "lightning_cpr.recovery.parity.config",
     "FaultInjector": "lightning_cpr.faults",
     "Fault": "lightning_cpr.faults",
 }

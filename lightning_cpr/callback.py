@@ -1,7 +1,7 @@
 """CPRCallback: saves a job's state behind its training and brings back what a failure took.
 
-The hooks are here. What to save or restore is decided in `policy` and `recovery.plan`, done in `cycle`, `saver` and
-`restorer`; the arguments are checked in `settings`, and `root` finds the run to go on with.
+The hooks are here. What to save or restore is decided in `policy` and `recovery.plan`, done in `saving` and `live`;
+the arguments are checked in `saving.settings`, and `job.root` finds the run to go on with.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cpr import handover, preemption
 from lightning_cpr._lightning import Callback, check_trainer, pl, rank_zero_info
-from lightning_cpr.account import Rejoined, cut_fields, gather_cut, skipped_samples, source_fields, where_lost
-from lightning_cpr.chain import Chain
 from lightning_cpr.checkpoint_io import VERSION_KEY, Version
-from lightning_cpr.controller import Bits, Controller, RecoveryChoice
-from lightning_cpr.cycle import SaveCycle
-from lightning_cpr.early_read import EarlyRead
 from lightning_cpr.errors import ConfigError, ForeignRunError, RecoveryError, UnsupportedError
 from lightning_cpr.faults import FaultInjector
-from lightning_cpr.job import Job
-from lightning_cpr.loader import restart_warning
-from lightning_cpr.parity_hooks import ParityGuard
+from lightning_cpr.job import handover, preemption
+from lightning_cpr.job.job import Job
+from lightning_cpr.job.loader import restart_warning
+from lightning_cpr.job.root import Found, find_run, has_newer, is_version_of, rename_state, resume_from
+from lightning_cpr.job.samples import SampleCounter, batches_trained, expected_samples, planned_samples
+from lightning_cpr.job.start_checks import check_memory, check_waits
+from lightning_cpr.live.account import Rejoined, cut_fields, gather_cut, skipped_samples, source_fields, where_lost
+from lightning_cpr.live.early_read import EarlyRead
+from lightning_cpr.live.parity import ParityGuard
+from lightning_cpr.live.restorer import Recovered, Restorer
 from lightning_cpr.policy.baseline import BaselinePolicy
 from lightning_cpr.policy.due import Moment
 from lightning_cpr.policy.ledger import Ledger, event_to_json
 from lightning_cpr.policy.priority import Variant
 from lightning_cpr.recovery.election import is_lost_peer
 from lightning_cpr.recovery.live import Recovery
-from lightning_cpr.recovery.parity_config import ParityConfig
+from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.recovery.plan import Mode
 from lightning_cpr.report.events import EventLog, metrics_of
-from lightning_cpr.restorer import Recovered, Restorer
-from lightning_cpr.root import Found, find_run, has_newer, is_version_of, rename_state, resume_from
-from lightning_cpr.samples import SampleCounter, batches_trained, expected_samples, planned_samples
-from lightning_cpr.saver import BackgroundSaves, Progress, RunId, SavePlan
-from lightning_cpr.settings import Resume, Settings
+from lightning_cpr.saving.chain import Chain
+from lightning_cpr.saving.controller import Bits, Controller, RecoveryChoice
+from lightning_cpr.saving.cycle import SaveCycle
+from lightning_cpr.saving.saver import BackgroundSaves, Progress, RunId, SavePlan
+from lightning_cpr.saving.settings import Resume, Settings
 from lightning_cpr.spec import Shard, ShardSpec
-from lightning_cpr.start_checks import check_memory, check_waits
 from lightning_cpr.store.save import SaveIO
 from lightning_cpr.store.stage import Stager
 from lightning_cpr.store.storage import Storage
@@ -397,7 +397,7 @@ class CPRCallback(Callback):
         self._emit("run_ended", step=batches_trained(trainer), samples=self.samples, pls=self.pls)
 
     def flush(self, trainer: pl.Trainer) -> None:
-        """Save the step that all ranks have finished, and wait until it is committed (`preemption.Flushes`)."""
+        """Save the step that all ranks have finished, and wait until it is committed (`job.preemption.Flushes`)."""
         self._cycle.flush(trainer, Progress(batches_trained(trainer), self.samples), self.ledger)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -428,7 +428,7 @@ class CPRCallback(Callback):
         self._recovered(recovered, failed, at, {})
 
     def restore_shards(self, recovery: Recovery, lost: Sequence[ShardSpec], shards: Sequence[Shard]) -> None:
-        """A process died and was replaced (`live.RecoveryHook`): its shards come back from the newest version."""
+        """A process died and was replaced: its shards come back (`live.recovery.RecoveryHook`)."""
         trainer, decision = self.job.trainer, recovery.decision
         if self.settings.recovery == "full" and self._parity is None:
             raise RecoveryError("CPRCallback(recovery='full'): everybody goes back, by a restart of the job")
@@ -466,7 +466,7 @@ class CPRCallback(Callback):
         self._updates_before = self._cycle.saves.tracker.updates
 
     def on_recovered(self, recovery: Recovery, lost: Sequence[ShardSpec]) -> None:
-        """All stand together again (`live.RecoveryHook`)."""
+        """All stand together again (`live.recovery.RecoveryHook`)."""
         self._rejoined = Rejoined(recovery, self.job.kv)
 
     def _tell_rejoined(self) -> None:

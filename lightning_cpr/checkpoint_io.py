@@ -18,9 +18,9 @@ import torch
 from lightning_cpr._lightning import CheckpointIO
 from lightning_cpr.errors import CorruptShardError, IncompatiblePlanError, ManifestError, UnsupportedError
 from lightning_cpr.guard import STOCK_STRATEGY
-from lightning_cpr.job import Job
+from lightning_cpr.job.job import Job
 from lightning_cpr.report.progress import Report, progress_bar
-from lightning_cpr.saver import Progress, RunId, rank_part, save_spec
+from lightning_cpr.saving.saver import Progress, RunId, rank_part, save_spec
 from lightning_cpr.spec import RowBlock, Shard
 from lightning_cpr.store.blob import JOB_BLOB, rank_blob
 from lightning_cpr.store.commit import save

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import Any
 
 from lightning_cpr._version import __version__
-from lightning_cpr.arguments import run
 from lightning_cpr.errors import CPRError
+from lightning_cpr.job.arguments import run
 
 TRAINER_COMMANDS = {
     "fit": "train a model from a config; the torchrec strategy is the default",

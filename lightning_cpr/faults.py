@@ -17,7 +17,7 @@ point           where
 ==============  ================================================================================================
 
 And of the exchange of parity that ends at the step: ``exchange_closed``, ``exchange_packed``, ``exchange_received``,
-``exchange_applied``, ``exchange_acknowledged`` (`recovery.parity_exchange`).
+``exchange_applied``, ``exchange_acknowledged`` (`recovery.parity.exchange`).
 """
 
 from __future__ import annotations

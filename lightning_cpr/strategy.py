@@ -35,14 +35,15 @@ from lightning_cpr.checkpoint_io import (
     Version,
     restore_soundest,
 )
-from lightning_cpr.dense_sync import DenseRedirection
 from lightning_cpr.errors import CommitError, ConfigError
-from lightning_cpr.job import Job
-from lightning_cpr.live import LiveRecovery, under_guardian
-from lightning_cpr.loader import tracked, warn_of_a_restart
+from lightning_cpr.job.dense_sync import DenseRedirection
+from lightning_cpr.job.job import Job
+from lightning_cpr.job.loader import tracked, warn_of_a_restart
+from lightning_cpr.job.rendezvous import join_afresh
+from lightning_cpr.job.state import set_rng_state
+from lightning_cpr.job.training_checks import check_training
+from lightning_cpr.live.recovery import LiveRecovery, under_guardian
 from lightning_cpr.pipeline import PipelinedModule
-from lightning_cpr.rendezvous import join_afresh
-from lightning_cpr.state import set_rng_state
 from lightning_cpr.tables import sharding
 from lightning_cpr.tables.dense import (
     dense_optimizer_state,
@@ -58,7 +59,6 @@ from lightning_cpr.tables.table_optim import (
     drop_fused,
     tables_optimizer,
 )
-from lightning_cpr.training_checks import check_training
 
 log = logging.getLogger(__name__)
 

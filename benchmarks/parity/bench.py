@@ -24,10 +24,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.parity.overhead import overheads, recovery_ratio
-from lightning_cpr.recovery.parity import ParityKeeper
-from lightning_cpr.recovery.parity_channel import GroupChannel
-from lightning_cpr.recovery.parity_config import ParityConfig
-from lightning_cpr.recovery.parity_groups import ParityPlan, plan_parity
+from lightning_cpr.recovery.parity.channel import GroupChannel
+from lightning_cpr.recovery.parity.config import ParityConfig
+from lightning_cpr.recovery.parity.groups import ParityPlan, plan_parity
+from lightning_cpr.recovery.parity.keeper import ParityKeeper
 from lightning_cpr.spec import RowBlock, Shard, ShardSpec, StateSpec, TableSpec
 from lightning_cpr.store import (
     LocalKeyValue,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_cpr.scenario import Failures, Job, Scenario, SimulatedCosts, Strategy
 from lightning_cpr.simulate import simulate
+from lightning_cpr.simulate.scenario import Failures, Job, Scenario, SimulatedCosts, Strategy
 
 H = 3600.0
 MTBFS_H = (0.5, 2.0, 8.0, 20.0)

@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.cpr_paper.emulation import evaluate, init_process
 from benchmarks.cpr_paper.experiment import data, machine
 from lightning_cpr.policy.bits import choose_bits
-from lightning_cpr.saver import CODECS, state_codecs
+from lightning_cpr.saving.saver import CODECS, state_codecs
 from lightning_cpr.spec import Shard
 from lightning_cpr.store.codec import get_codec, tune
 from lightning_cpr.tables.sharding import World, build_plan, shard

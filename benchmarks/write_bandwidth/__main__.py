@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.zipf import FQN, TOUCHED, ZIPF, Trained
-from lightning_cpr.chain import Chain, next_content
 from lightning_cpr.policy.baseline import MOST_READ
-from lightning_cpr.saver import CODECS, state_codecs
+from lightning_cpr.saving.chain import Chain, next_content
+from lightning_cpr.saving.saver import CODECS, state_codecs
 from lightning_cpr.store import (
     LocalKeyValue,
     Manifest,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from lightning_cpr.errors import RecoveryError
-from lightning_cpr.recovery.parity_agree import RankState, agree
+from lightning_cpr.recovery.parity.agree import RankState, agree
 
 
 class LostPeerError(RecoveryError, RuntimeError):

@@ -13,14 +13,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_cpr.montecarlo import PARTS
 from lightning_cpr.policy import check
 from lightning_cpr.policy.cost import Costs, Parity, Recovery, overhead_full, overhead_partial
 from lightning_cpr.policy.planner import Plan, PlannerState, plan
 from lightning_cpr.policy.setting import Mtbf, Setting
 from lightning_cpr.report.figure import new_figure, save_figure
-from lightning_cpr.scenario import load_scenario
 from lightning_cpr.simulate import Outcome, simulate
+from lightning_cpr.simulate.montecarlo import PARTS
+from lightning_cpr.simulate.scenario import load_scenario
 from lightning_cpr.units import seconds
 
 if TYPE_CHECKING:

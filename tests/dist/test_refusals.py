@@ -21,8 +21,8 @@ from torchrec.modules.mc_modules import (
 
 from lightning_cpr._lightning import pl
 from lightning_cpr.errors import ConfigError, UnsupportedError
+from lightning_cpr.job.training_checks import check_training
 from lightning_cpr.strategy import TorchRecStrategy
-from lightning_cpr.training_checks import check_training
 from tests._ranks import run_ranks
 from tests._tiny import Tiny, dense_optimizer, make_loader, make_trainer
 

@@ -11,10 +11,10 @@ import pytest
 
 from lightning_cpr import FaultInjector
 from lightning_cpr.faults import RandomFaults
-from lightning_cpr.montecarlo import run
 from lightning_cpr.report.events import read_events
-from lightning_cpr.scenario import Failures, Job, SimulatedCosts, Strategy
 from lightning_cpr.simulate import terms
+from lightning_cpr.simulate.montecarlo import run
+from lightning_cpr.simulate.scenario import Failures, Job, SimulatedCosts, Strategy
 from lightning_cpr.store.storage import Storage
 from tests._ranks import run_ranks
 from tests.dist.test_incremental import fit

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from lightning_cpr.job.rendezvous import join_afresh
 from lightning_cpr.recovery.election import is_lost_peer
 from lightning_cpr.recovery.stuck import StuckWatch, end_group
-from lightning_cpr.rendezvous import join_afresh
 from tests._ranks import run_ranks
 
 

@@ -16,7 +16,7 @@ from lightning_cpr import CPRCallback, FaultInjector
 from lightning_cpr._lightning import Callback
 from lightning_cpr.checkpoint_io import find_version
 from lightning_cpr.errors import CommitError, ManifestError
-from lightning_cpr.job import Job
+from lightning_cpr.job.job import Job
 from lightning_cpr.store import Storage, list_versions, newest, read_table
 from lightning_cpr.strategy import TorchRecStrategy
 from lightning_cpr.tables.shards import local_shards

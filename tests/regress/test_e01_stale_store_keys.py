@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_cpr.errors import RecoveryError
-from lightning_cpr.rendezvous import fresh_store
+from lightning_cpr.job.rendezvous import fresh_store
 
 
 def start(store: Any, order: list[int]) -> dict[int, Any]:

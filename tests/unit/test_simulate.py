@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cpr.errors import ConfigError
-from lightning_cpr.montecarlo import run
-from lightning_cpr.scenario import Failures, Job, Scenario, SimulatedCosts, Strategy, load_scenario
 from lightning_cpr.simulate import Outcome, simulate, terms
+from lightning_cpr.simulate.montecarlo import run
+from lightning_cpr.simulate.scenario import Failures, Job, Scenario, SimulatedCosts, Strategy, load_scenario
 
 H, MIN = 3600.0, 60.0
 RECIPES = Path(__file__).parents[2] / "recipes" / "simulate"

@@ -1,0 +1,1 @@
+"""Saving behind the training: when, which rows, by which thread, and what chains of versions become."""
