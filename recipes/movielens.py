@@ -11,11 +11,11 @@ rows. An unknown or absent value is row 0 of its table.
 from __future__ import annotations
 
 import importlib.metadata
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,13 +97,12 @@ def read_ratings(root: Path) -> Ratings:
         raise DataError(
             f"{root} holds neither u.data nor *.inter; {INSTALL} and leave root out, or give another folder"
         )
-    rows.sort(key=lambda r: (r[3], r[0], r[1]))
-    user, item, rating, time = zip(*rows, strict=True)
-    label = (np.array(rating) >= CLICK).astype(np.float32)
-    return Ratings(np.array(user), np.array(item), label, np.array(time), users, films)
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0], rows[:, 3]))]
+    user, item, time = rows[:, [0, 1, 3]].astype(np.int64).T
+    return Ratings(user, item, (rows[:, 2] >= CLICK).astype(np.float32), time, users, films)
 
 
-Raw = tuple[list[tuple[int, int, float, int]], dict[int, tuple[int, int, int]], dict[int, Film]]
+Raw = tuple[NDArray[np.float64], dict[int, tuple[int, int, int]], dict[int, Film]]
 
 
 def _lines(path: Path, separator: str, columns: int, header: bool = False) -> Iterable[list[str]]:
@@ -119,7 +118,8 @@ def _lines(path: Path, separator: str, columns: int, header: bool = False) -> It
             yield fields
 
 
-def _ratings(path: Path, header: bool) -> list[tuple[int, int, float, int]]:
+def _ratings(path: Path, header: bool) -> NDArray[np.float64]:
+    """User, item, rating, time of each."""
     rows = []
     for number, f in enumerate(_lines(path, "\t", 4, header), 2 if header else 1):
         try:
@@ -131,7 +131,7 @@ def _ratings(path: Path, header: bool) -> list[tuple[int, int, float, int]]:
         rows.append(row)
     if not rows:
         raise DataError(f"{path} holds no ratings")
-    return rows
+    return np.array(rows, np.float64)
 
 
 def _read_original(root: Path) -> Raw:
@@ -213,75 +213,83 @@ class Features:
     label: NDArray[np.float32]
 
 
-class _Rate:
-    """Clicks and ratings so far, by key."""
+@dataclass(frozen=True)
+class Earlier:
+    """Ratings of one key each, by key and time, to ask for those of a key in earlier seconds. Times are ``>= 0``.
 
-    def __init__(self) -> None:
-        self.clicks: dict[object, float] = defaultdict(float)
-        self.count: dict[object, int] = defaultdict(int)
+    ``sum[i]``: of the values of the first i.
+    """
 
-    def add(self, key: object, label: float) -> None:
-        self.clicks[key] += label
-        self.count[key] += 1
+    key: NDArray[np.int64]
+    sum: NDArray[np.float64]
+    order: NDArray[np.int64]
+    _code: NDArray[np.int64]
+    _span: int
 
-    def one(self, key: object) -> tuple[int, float]:
-        """The number of ratings of one key, and their rate."""
-        count = self.count.get(key, 0)
-        return count, (self.clicks.get(key, 0.0) + PRIOR * PRIOR_RATE) / (count + PRIOR)
+    @staticmethod
+    def of(key: NDArray[np.int64], time: NDArray[np.int64], value: NDArray[Any]) -> Earlier:
+        span = int(time.max(initial=0)) + 1
+        order = np.lexsort((time, key))  # stable: the files' order within a second
+        return Earlier(
+            key[order], np.concatenate([[0.0], np.cumsum(value[order])]), order, (key * span + time)[order], span
+        )
 
-    def of(self, keys: Iterable[object]) -> float:
-        """The rate over several keys."""
-        clicks = count = 0.0
-        for key in keys:
-            clicks, count = clicks + self.clicks.get(key, 0.0), count + self.count.get(key, 0)
-        return (clicks + PRIOR * PRIOR_RATE) / (count + PRIOR)
+    def ranges(self, key: NDArray[np.int64], time: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of each asked key before the asked time: from, to, as places in ``order``."""
+        code = key * self._span + np.minimum(time, self._span)  # later than all there is: all of the key
+        return np.searchsorted(self.key, key), np.searchsorted(self._code, code)
+
+    def sums(self, key: NDArray[np.int64], time: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """How many there are, and the sum of their values."""
+        start, stop = self.ranges(key, time)
+        return stop - start, self.sum[stop] - self.sum[start]
+
+
+def _rate(count: NDArray[np.int64], clicks: NDArray[np.float64]) -> NDArray[np.float64]:
+    return (clicks + PRIOR * PRIOR_RATE) / (count + PRIOR)
+
+
+def _latest(r: Ratings, time: NDArray[np.int64], label: int, history: int) -> Bags:
+    """The user's latest films of this label from before each rating, oldest first; row 0 where there is none."""
+    of_label = np.flatnonzero(r.label == label)
+    earlier = Earlier.of(r.user[of_label], time[of_label], r.label[of_label])
+    start, stop = earlier.ranges(r.user, time)
+    start = np.maximum(start, stop - history)
+    films = np.append(r.item[of_label][earlier.order], 0)
+    none = start == stop
+    lengths = np.where(none, 1, stop - start).astype(np.int32)
+    return Bags(films, lengths, np.where(none, len(of_label), start))
 
 
 def features(r: Ratings, history: int, warm: int) -> Features:
-    """Features of each rating from strictly earlier ones.
+    """Features of each rating from those of strictly earlier seconds.
 
     history: films in ``liked`` and ``disliked`` each, the user's latest. warm: a user or film with fewer earlier
     ratings is row 0 of its table, so that the model learns what to do with a new one.
     """
-    users, items, tastes = _Rate(), _Rate(), _Rate()
-    latest: tuple[dict[int, list[int]], ...] = (defaultdict(list), defaultdict(list))
-    films = [r.films.get(int(item), Film()) for item in r.item]
-    rates: list[tuple[int, float, int, float, float]] = []
-    liked: list[list[int]] = []
-    disliked: list[list[int]] = []
-    rows = list(zip(r.user.tolist(), r.item.tolist(), films, r.label.tolist(), strict=True))
-    seconds = np.flatnonzero(np.diff(r.time, prepend=r.time[0] - 1)).tolist()
-    for start, stop in pairwise([*seconds, len(rows)]):
-        for user, item, film, _ in rows[start:stop]:
-            taste = tastes.of([(user, genre) for genre in film.genres])
-            rates.append((*users.one(user), *items.one(item), taste))
-            disliked.append(latest[0][user][-history:] or [0])
-            liked.append(latest[1][user][-history:] or [0])
-        # only now, after the whole second: a rating must not see another of its own second
-        for user, item, film, label in rows[start:stop]:
-            users.add(user, label)
-            items.add(item, label)
-            for genre in film.genres:
-                tastes.add((user, genre), label)
-            latest[int(label)][user].append(item)
-    user_count, user_rate, item_count, item_rate, taste_rate = np.array(rates).T
+    time = r.time - r.time.min()
+    films = [r.films.get(item, Film()) for item in r.item.tolist()]
+    genres = Bags.of([film.genres for film in films])
+    rating = np.repeat(np.arange(len(time)), genres.lengths)  # of each genre of each film rated
+    user_count, user_clicks = Earlier.of(r.user, time, r.label).sums(r.user, time)
+    item_count, item_clicks = Earlier.of(r.item, time, r.label).sums(r.item, time)
+    taste = r.user[rating] * TABLES["genres"] + genres.values
+    tastes = Earlier.of(taste, time[rating], r.label[rating]).sums(taste, time[rating])
+    taste_count, taste_clicks = (np.add.reduceat(column, genres.offsets) for column in tastes)
     people = np.array([r.users.get(user, (0, 0, 0)) for user in r.user.tolist()])
-    single = {
-        "user": np.where(user_count >= warm, r.user, 0),
-        "item": np.where(item_count >= warm, r.item, 0),
-        "age": people[:, 0],
-        "gender": people[:, 1],
-        "occupation": people[:, 2],
-        "year": np.array([film.year for film in films]),
+    bags = {
+        "user": Bags.single(np.where(user_count >= warm, r.user, 0)),
+        "item": Bags.single(np.where(item_count >= warm, r.item, 0)),
+        "age": Bags.single(people[:, 0]),
+        "gender": Bags.single(people[:, 1]),
+        "occupation": Bags.single(people[:, 2]),
+        "genres": genres,
+        "year": Bags.single(np.array([film.year for film in films])),
+        "liked": _latest(r, time, 1, history),
+        "disliked": _latest(r, time, 0, history),
     }
-    several: dict[str, Sequence[Sequence[int]]] = {
-        "genres": [film.genres for film in films],
-        "liked": liked,
-        "disliked": disliked,
-    }
-    bags = {name: Bags.of(bag) for name, bag in several.items()}
-    bags |= {name: Bags.single(ids) for name, ids in single.items()}
-    rate = [4 * (rate - PRIOR_RATE) for rate in (user_rate, item_rate, taste_rate)]
+    rates = [(user_count, user_clicks), (item_count, item_clicks), (taste_count, taste_clicks)]
+    rate = [4 * (_rate(*sums) - PRIOR_RATE) for sums in rates]
     counts = [np.log1p(count) / 4 for count in (user_count, item_count)]
     dense = np.stack([counts[0], rate[0], counts[1], rate[1], rate[2]], axis=1).astype(np.float32)
     return Features(dense, bags, r.label)

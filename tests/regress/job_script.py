@@ -38,7 +38,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
     assert BUILT_ON.startswith(PACKAGE)
-    cpr = CPRCallback(str(FOLDER / "root"), save_every_n_steps=5, timeout_s=60)
+    # recovery="full": a restart is exact, where hand-over would keep the survivor's rows as they are
+    cpr = CPRCallback(str(FOLDER / "root"), save_every_n_steps=5, timeout_s=60, recovery="full")
     injector = FaultInjector()
     if TAG == "killed":
         injector.kill(rank=1, step=13, point="forward")
