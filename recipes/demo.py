@@ -62,10 +62,9 @@ def run(console: Console, root: str, fault: str) -> dict[str, Any]:
     """Start `job` in processes of its own and wait for it."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        start = ["-m", "recipes.demo"]
-        if fault == "kill":
-            options = ["--nproc-per-node=2", "--max-restarts=0", f"--preload={PRELOAD}"]
-            start = ["-m", "lightning_cpr.cli", "run", *options, *start]
+        spares = int(fault == "kill")
+        options = ["--nproc-per-node=2", "--max-restarts=0", f"--spares={spares}", f"--preload={PRELOAD}"]
+        start = ["-m", "lightning_cpr.cli", "run", *options, "-m", "recipes.demo"]
         command = [sys.executable, "-W", "ignore", *start, "--job", root, "--out", str(out), "--fault", fault]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         with console.status(f"training on 2 processes: {LABELS[fault]} ..."):
