@@ -144,3 +144,24 @@ def test_deaths_in_every_phase_of_a_step_and_of_a_save_on_every_rank(tmp_path: P
     check_pls(events, ends, 4 * 4 * STEPS)
     check_batches(job, 4)
     assert still_running(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kill", "where"),
+    [("1:0:sanity", "in the sanity check"), ("0:15:validation", "in validation")],
+)
+def test_a_death_outside_a_training_step_restarts_the_job(
+    kill: str, where: str, tmp_path: Path, zygote: Zygote
+) -> None:
+    """By the rule in docs/recovery.md: no recovery in place."""
+    job = zygote.run(JOB, tmp_path, [*kills(kill), "--validate", "--steps=20"], 2, max_restarts=1)
+    assert job.code == 0, job.stderr[-5000:]
+    rank, step, point = kill.split(":")
+    assert [(e["point"], e["step"]) for e in job.events(int(rank), "kill")] == [(point, int(step))]
+    assert [e["step"] for r in (0, 1) for e in job.events(r, "end")] == [20, 20]
+    events = read_events(Storage(str(tmp_path / "root")))
+    assert not [e for e in events if e["event"] == "recovery"]
+    assert {e["where"] for e in events if e["event"] == "stepped_down"} == {where}
+    assert "this rank steps down" in job.stderr
+    assert still_running(tmp_path) == []

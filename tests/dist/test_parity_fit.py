@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from lightning_cpr import CPRCallback, FaultInjector, ParityConfig
+from lightning_cpr._lightning import pl
 from lightning_cpr.report.events import read_events
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.strategy import TorchRecStrategy
@@ -62,3 +64,28 @@ def test_wiped_shards_come_back_with_nothing_lost(world: int, tmp_path: Path) ->
     ]
     protection = [e["event"] for e in events if e["event"] in ("parity_on", "parity_off")]
     assert protection == ["parity_on", "parity_off"] * 2 + ["parity_on"]
+
+
+def logged(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    callback = CPRCallback(f"{folder}/root", save_every_n_steps=10, timeout_s=30, parity=ParityConfig(k=3))
+    logger = pl.loggers.CSVLogger(folder, name="", version="") if rank == 0 else False
+    trainer = make_trainer(world, TorchRecStrategy(plan=PLAN), callbacks=[callback], log_every_n_steps=5, logger=logger)
+    trainer.fit(Tiny(), stateful_loader(rank, count=STEPS))
+
+
+def test_what_parity_costs_is_logged(tmp_path: Path) -> None:
+    run_ranks(logged, 2, str(tmp_path))
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("cpr/parity_protected")]
+    assert [int(row["step"]) for row in rows] == [4, 9, 14, 19]  # as Lightning counts
+    last = {name.removeprefix("cpr/parity_"): float(row) for name, row in rows[-1].items() if row and "parity_" in name}
+    assert last["protected"] == 1.0
+    assert last["mismatches"] == 0.0
+    assert last["lag_steps"] in (0.0, 1.0)
+    # one peer: each rank holds the parity of the other one's fp32 rows and states, in words of 8 bytes
+    assert 100 * 9 * 4 / 2 <= last["parity_bytes"] <= 2 * 100 * 9 * 4
+    assert last["memory_bytes"] >= last["parity_bytes"]
+    sent = [float(row["cpr/parity_bytes_sent"]) for row in rows]
+    assert sent == sorted(sent)
+    assert sent[0] > 0
