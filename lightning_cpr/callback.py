@@ -73,7 +73,7 @@ class CPRCallback(Callback):
         mtbf: mean time between failures of the whole job: seconds, or "28h". None: estimated from this job's failures,
             starting from 20 h.
         max_pls: a failure that would bring the PLS above it is recovered in full. None: for ``recovery="auto"`` twice
-            the target, for ``"partial"`` no limit.
+            the target, for ``"partial"`` no limit. A process that died is always recovered in part.
         recovery: ``"partial"``: only the failed ranks' shards are restored, everybody else keeps what it has;
             ``"full"``: everybody goes back to the newest exact version; ``"auto"``: the planner's choice.
         incremental: which saves are bases and which hold only the rows that changed (Check-N-Run). ``"intermittent"``:
@@ -237,6 +237,8 @@ class CPRCallback(Callback):
         """What the processes before these left in shared memory, if it is newer than what the root holds."""
         run_id = self._found.run_id
         if run_id is None or not self._hands_over:
+            if self._hands_over:
+                handover.discard(self._run)  # there is no version yet, so that what was left cannot be completed
             return None
         run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
         ref = self.job.from_rank_0(lambda: list_versions(self.storage, run_id)[0])
@@ -277,6 +279,8 @@ class CPRCallback(Callback):
             "run_started", run_id=self._run.run_id, epoch=self.epoch, step=at.step, world_size=self.job.world_size,
             samples=at.samples, total_elements=self.ledger.total_elements, handed_over=handed,
         )  # fmt: skip
+        if failed:
+            self._controller.failed(failed)
         recovered = self._restorer.recover_lost(
             trainer, failed, at, self.epoch, self.ledger, "the other ranks' rows were handed over"
         )
@@ -423,6 +427,7 @@ class CPRCallback(Callback):
         if self._parity is not None:
             self._parity.new_epoch(self._parity_prefix)
         self._whole = False
+        self._controller.failed(failed)
         recovered = self._restorer.recover(trainer, failed, at, self.epoch, self._choose, self.ledger)
         self._whole = True
         self._recovered(recovered, failed, at, {})
@@ -430,23 +435,23 @@ class CPRCallback(Callback):
     def restore_shards(self, recovery: Recovery, lost: Sequence[ShardSpec], shards: Sequence[Shard]) -> None:
         """A process died and was replaced: its shards come back (`live.recovery.RecoveryHook`)."""
         trainer, decision = self.job.trainer, recovery.decision
-        if self.settings.recovery == "full" and self._parity is None:
-            raise RecoveryError("CPRCallback(recovery='full'): everybody goes back, by a restart of the job")
+        strategy = trainer.strategy
+        assert isinstance(strategy, TorchRecStrategy)
         stager = None if recovery.lost else self._cycle.saves.abandon(self.settings.timeout_s)
         done = 0 if recovery.lost else self._cycle.saves.tracker.updates - self._updates_before
         cut, own_samples = gather_cut(recovery, done, self.samples), self.samples
         # What the donor knows of the run; a replacement knows nothing, be it rank 0.
         told: list[Any] = [None]
         if self.job.rank == decision.donor:
-            told = [(self._run.run_id, self.epoch, self.job.incarnation, self.state_dict(), self._cycle.closed)]
+            told = [(self._run.run_id, self.epoch, self.state_dict(), self._cycle.closed)]
         dist.broadcast_object_list(told, src=decision.donor)
-        run_id, epoch, incarnation, state, closed = told[0]
+        run_id, epoch, state, closed = told[0]
         self._run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
         self.load_state_dict(state)
         if not recovery.lost:
             self._counter.samples = own_samples  # the donor's loop may be a batch ahead
         self.epoch = epoch + 1
-        self.job.rejoin(incarnation, recovery.epoch)
+        self.job.rejoin(strategy.job.incarnation, recovery.epoch)
         if recovery.lost:
             self._make_workers(self._make_tracker(), Chain(), self._make_controller(), time.monotonic())
         else:
@@ -455,10 +460,11 @@ class CPRCallback(Callback):
         if self._parity is not None:
             self._parity.rejoin(self.job, self._injector, self._parity_prefix, decision.donor, recovery.lost)
         failed = sorted({spec.owner for spec in lost} | set(decision.lost))
+        self._controller.failed(failed)
         at = Progress(decision.step, state["samples"])
         recovered = self._restorer.recover_lost(
             trainer, failed, at, self.epoch, self.ledger, "a process died and was replaced",
-            skipped_samples(recovery, cut), self._early,
+            skipped_samples(recovery, cut), self._early, rewinds=self.settings.recovery == "full",
         )  # fmt: skip
         self._whole = True
         more = {"replaced": True, "error": recovery.error, "sources": source_fields(lost, recovered.plan.sources)}

@@ -1,7 +1,8 @@
 """CPRCheckpointIO: Lightning's own checkpoints (`ModelCheckpoint`, ``save_checkpoint``, ``ckpt_path``) as versions.
 
 A checkpoint is a self-contained exact base. The file that Lightning names *is* the manifest, so ``exists``, ``-v1``
-suffixes and symbolic links work; its chunks lie beside it under ``chunks/<version>/``. Every rank saves and loads.
+suffixes and symbolic links work; its chunks lie beside it under
+``cpr-chunks/<version>/``, and are copied along with it. Every rank saves and loads.
 """
 
 from __future__ import annotations
@@ -139,6 +140,11 @@ def _reported(blocks: Iterable[RowBlock], shards: Sequence[Shard], report: Repor
 def load_state(version: Version, rank: int, world_size: int) -> dict[str, Any]:
     """The checkpoint of a rank: what all ranks share, with its own loops, and the version to read the tables from."""
     checkpoint = version.blob(JOB_BLOB)
+    if "pytorch-lightning_version" not in checkpoint:
+        raise IncompatiblePlanError(
+            f"{version.name} was imported: it holds tables and dense weights, no state of a Trainer. Begin a new root"
+            " and take them over with lightning_cpr.warm_start.warm_start"
+        )
     if version.manifest.world_size == world_size:
         own = version.blob(rank_blob(rank))
         checkpoint |= {"loops": own["loops"], "rng": own["rng"]}
@@ -214,10 +220,7 @@ def restore_tables(
         progress=progress,
     )
     if with_states:
-        scalars: dict[str, Any] = {}
-        for blob in version.rank_blobs():
-            scalars |= blob["scalars"]
-        load_fused_scalars(model, scalars, optimizers)
+        load_fused_scalars(model, version.scalars(), optimizers)
     return report
 
 

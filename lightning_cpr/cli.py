@@ -57,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CPRError as e:
         print(f"lightning-cpr {command}: {one_line(e)}", file=sys.stderr)
         return 2
+    except OSError as e:
+        if command not in COMMANDS or e.strerror is None:
+            raise
+        print(f"lightning-cpr {command}: {e.filename or 'output'}: {e.strerror}", file=sys.stderr)
+        return 2
 
 
 def one_line(error: CPRError) -> str:

@@ -194,9 +194,9 @@ class FaultInjector(pl.Callback):
         return Counter(fault.kind for fault in self.fired)[kind]
 
     def take_wiped(self) -> list[int]:
-        """The ranks whose shards were wiped since the last call: what the recovery has to bring back."""
+        """The ranks whose shards were wiped since the last call, each once: what the recovery has to bring back."""
         wiped, self._wiped = self._wiped, []
-        return wiped
+        return sorted(set(wiped))
 
     def connect(self, emit: Callable[..., Any], local_shards: Callable[[], Iterable[Shard]]) -> None:
         """Called by `CPRCallback`: where fired faults are logged, and the shards that a wipe overwrites."""

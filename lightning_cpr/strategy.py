@@ -185,6 +185,13 @@ class TorchRecStrategy(DDPStrategy):
         if self.live is not None:
             self.live.setup(trainer)
 
+    def rejoin(self, donor: int, epoch: int) -> None:
+        """After a live recovery, on every rank: the job, and what saves through it, on the new group. A collective."""
+        told = [self.job.incarnation]  # a replacement's was its own until now
+        dist.broadcast_object_list(told, src=donor)
+        self.job.rejoin(told[0], epoch)
+        self.checkpoint_io.attach(self.job)
+
     def model_to_device(self) -> None:
         """Nothing: tables may be on meta; sharding puts every tensor where it belongs."""
 

@@ -78,9 +78,7 @@ def warm_start(
     ]
     report = read_into(version.storage, version.manifest, shards, with_states=states)
     if states:
-        saved: dict[str, Any] = {}
-        for blob in version.rank_blobs():
-            saved |= blob["scalars"]
+        saved = version.scalars()
         counters = {new: {"iter": saved[old]["iter"]} for new, old in pairs.items() if "iter" in saved.get(old, {})}
         load_fused_scalars(model, counters, optimizers)
     if dense:

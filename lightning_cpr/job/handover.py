@@ -181,7 +181,8 @@ def take(trainer: pl.Trainer, job: Job, run: RunId, newest: tuple[int, int]) -> 
     everybody: list[Any] = [None] * job.world_size
     dist.all_gather_object(everybody, (host_id(), whole))
     offers = [Offer(host, stash) for host, mine in everybody for stash, _ in mine]
-    rngs = {stash.owner: rng for _, mine in everybody for stash, rng in mine}
+    rngs = {stash.owner: told["rng"] for _, mine in everybody for stash, told in mine}
+    scalars = {fqn: values for _, mine in everybody for _, told in mine for fqn, values in told["scalars"].items()}
     taken = None
     if offers:
         try:
@@ -197,7 +198,7 @@ def take(trainer: pl.Trainer, job: Job, run: RunId, newest: tuple[int, int]) -> 
     reader, stash = taken.take.readers[donor], taken.take.sources[donor].stash
     blob = os.pread(taken.files[donor], stash.blob[1], stash.blob[0]) if reader == job.rank else None
     taken.told = decode_blob(broadcast_bytes(blob, reader, trainer.strategy.root_device), "a handed-over state")
-    load_fused_scalars(job.module, taken.told["scalars"], trainer.optimizers)
+    load_fused_scalars(job.module, scalars | taken.told["scalars"], trainer.optimizers)
     if job.rank == 0:
         log.warning(
             "the rows of ranks %s are handed over, after batch %d; of ranks %s they come from the store",
@@ -206,15 +207,22 @@ def take(trainer: pl.Trainer, job: Job, run: RunId, newest: tuple[int, int]) -> 
     return taken
 
 
+def discard(run: RunId) -> None:
+    """Remove what earlier processes of this job have left: ``run`` begins anew."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        stashes.find(SHM, _key(run))
+
+
 def _find(key: Key) -> tuple[list[Stash], list[tuple[Stash, dict[str, Any]]]]:
-    """What lies on this host, and the part of it that this process has found whole, each with its random streams.
+    """What lies on this host, and the part that this process has found whole, with its random streams and scalars.
 
     The processes of a host share the work.
     """
     found, whole = stashes.find(SHM, key), []
     for stash in found[int(os.environ["LOCAL_RANK"]) :: int(os.environ["LOCAL_WORLD_SIZE"])]:
         try:
-            whole.append((stash, decode_blob(stashes.check(stash), stash.path.name)["rng"]))
+            told = decode_blob(stashes.check(stash), stash.path.name)
+            whole.append((stash, {name: told[name] for name in ("rng", "scalars")}))
         except CorruptShardError as error:
             log.error("refused: %s", error)
     return found, whole

@@ -31,7 +31,7 @@ class EarlyRead:
 
     def _read(self) -> None:
         try:
-            manifest = newest(self._storage).manifest
+            manifest = newest(self._storage, None).manifest
             if manifest is not None:
                 self._path = manifest.path
                 self._report = read_into(self._storage, manifest, self._shards, undefined=True)

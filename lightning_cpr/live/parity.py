@@ -317,7 +317,8 @@ class ParityGuard(Callback):
     def _report(self, step: int) -> None:
         """Rank 0's numbers, to the Trainer's loggers."""
         trainer = self._job.trainer
-        if self._job.rank or step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self._job.rank or not every or step % every:
             return
         metrics = {f"cpr/parity_{name}": value for name, value in self._numbers().items()}
         for logger in trainer.loggers:

@@ -135,6 +135,7 @@ class LiveRecovery:
         """Make the process group: the job's, or a replacement's stand-in. In place of ``init_process_group``."""
         global _membership
         if _membership is not None:
+            self.apart = self.apart and _membership.epoch < 0  # of a later Trainer: it has joined by then
             return
         waits = check_waits(timeout)
         timeouts = Timeouts(waits.collective, waits.announce, waits.join, waits.free)
@@ -145,7 +146,8 @@ class LiveRecovery:
             stand_in_group(_membership.rank, _membership.world_size)
         else:
             holding = Holding(_membership.rank, os.getpid(), 0)
-            if not _membership.form(_membership.meet(holding, after=-1)):
+            met = _membership.meet(holding, after=-1)
+            if met.number or not _membership.form(met):
                 raise RecoveryError("a peer died while the job started; it restarts in full")
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -156,7 +158,7 @@ class LiveRecovery:
         fitting = trainer.state.fn == TrainerFn.FITTING
         _fits += fitting
         self._hooks = [cb for cb in trainer.callbacks if isinstance(cb, RecoveryHook)]  # type: ignore[attr-defined]
-        reason = why_not(trainer, self._model, bool(self._hooks)) if fitting else f"it runs trainer.{trainer.state.fn}"
+        reason = why_not(trainer, self._model, len(self._hooks)) if fitting else f"it runs trainer.{trainer.state.fn}"
         self.enabled = not reason
         if not self.apart:
             if fitting and reason:
@@ -385,6 +387,7 @@ class LiveRecovery:
 
     def restore(self, recovery: Recovery) -> None:
         self.apart = False  # the new group is up, and this rank stands in it: hooks run collectives
+        self._strategy.rejoin(recovery.decision.donor, recovery.epoch)
         lost = self._lost(recovery)
         shards = local_shards(self._model)
         for hook in self._hooks:

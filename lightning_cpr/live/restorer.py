@@ -29,6 +29,7 @@ from lightning_cpr.store.reader import read_into
 from lightning_cpr.store.since import rows_since_base
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.store.versions import fence, load_manifest, newest
+from lightning_cpr.tables.scalars import fused_scalars, load_fused_scalars
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +121,16 @@ class Restorer:
         reason: str,
         left_out: Mapping[int, int] = MappingProxyType({}),
         early: EarlyRead | None = None,
+        rewinds: bool = False,
     ) -> Recovered:
         """`recover` for ranks whose processes were replaced: the old group and its saves are gone already.
 
         What the dead processes counted of their rows' updates is gone too: it is estimated from what they told last.
         left_out: by survivor that leaves the broken batch out, the samples up to which its shards are whole. early: on
-        a replacement, what it has begun to read.
+        a replacement, what it has begun to read. rewinds: everybody goes back where parity cannot help.
+
+        Raises:
+            RecoveryError: no version serves, or all have to go back, which takes a restart of the job.
         """
         started = time.monotonic()
         self._early = early
@@ -134,15 +139,24 @@ class Restorer:
             fence(self._storage, self._run_id, epoch)
         dist.barrier()
 
-        def newest_chain() -> Chain:
+        def newest_chain() -> tuple[Chain, str]:
             manifest = newest(self._storage, None, self._run_id).manifest
-            return Chain() if manifest is None else Chain.of(manifest)
+            return (Chain(), "") if manifest is None else (Chain.of(manifest), manifest.path)
 
-        before = self._saves.chain = self._job.from_rank_0(newest_chain)
+        before, path = self._job.from_rank_0(newest_chain)
+        self._saves.chain = before
         self._saves.tracker.settle(before.version)
+        counted_from: list[Any] = [None] * self._job.world_size
+        dist.all_gather_object(counted_from, self._saves.tracker.since)
+        if set(counted_from) - {"", before.version}:
+            # A newer version was damaged since: survivors' rows are tracked against that one, so build on nothing.
+            before = self._saves.chain = Chain()
+        self._take_scalars(failed, at, path)
         from_parity = self._from_parity(failed, at, ledger, started, left_out)
         if from_parity is not None:
             return from_parity
+        if rewinds:
+            raise RecoveryError("CPRCallback(recovery='full'): everybody goes back, by a restart of the job")
         why: tuple[Mode, str] = ("partial", reason)
         lost = [Lost(owner, ledger.last_recovery(owner)) for owner in failed]
 
@@ -237,12 +251,35 @@ class Restorer:
         seconds = time.monotonic() - started
         return Recovered(plan, ledger, event, rewound, bytes_read, rows, seconds, updates[0], updates[1] and exact)
 
+    def _take_scalars(self, failed: Sequence[int], at: Progress, path: str) -> None:
+        """The optimizers' scalars of tables that no survivor holds: as the newest version has them, their step counters
+        brought to ``at``, for every kernel steps once a batch. Collective.
+        """
+        mine = {} if self._job.rank in failed else fused_scalars(self._job.module, self._job.trainer.optimizers)
+        everybody: list[Any] = [None] * self._job.world_size
+        dist.all_gather_object(everybody, mine)
+        if self._job.rank not in failed or not path:
+            return
+        try:
+            manifest = load_manifest(self._storage, path)
+            saved = Version(self._storage, manifest).scalars()
+        except CPRError as error:  # the rows may yet come from parity, or from an older version
+            log.error("rates and step counters of lost tables start anew: %s", error)
+            return
+        steps = at.step - manifest.step
+        saved = {t: v | ({"iter": v["iter"] + steps} if "iter" in v else {}) for t, v in saved.items()}
+        known = {table: values for theirs in everybody for table, values in theirs.items()}
+        for scalars in (saved, known):  # a kernel of which a survivor holds a table goes by that
+            load_fused_scalars(self._job.module, scalars, self._job.trainer.optimizers)
+
     def holds(self, manifest: Manifest) -> None:
         """This rank's shards hold this version's rows, and the next saves build on it."""
         complete = {record.spec: record.complete_step for record in manifest.shards}
         oldest = min(complete.values(), default=manifest.step)
         self._saves.tracker.restored(
-            lambda spec: rows_since_base(self._storage, manifest, spec), lambda spec: complete.get(spec, oldest)
+            same_rows(manifest.version),
+            lambda spec: rows_since_base(self._storage, manifest, spec),
+            lambda spec: complete.get(spec, oldest),
         )
         same = set(manifest.tables) == set(self._job.specs.values()) and manifest.run_id == self._run_id
         kept = manifest.path.startswith(f"{FOLDER}/")  # a checkpoint of Lightning's may be removed any time

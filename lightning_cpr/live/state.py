@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from lightning_cpr.strategy import TorchRecStrategy
 
 
-def why_not(trainer: pl.Trainer, model: nn.Module, can_restore: bool) -> str:
-    """Why a process of this fit cannot be replaced in place; empty if it can. can_restore: a callback restores rows."""
+def why_not(trainer: pl.Trainer, model: nn.Module, hooks: int) -> str:
+    """Why a process of this fit cannot be replaced in place; empty if it can. hooks: callbacks that restore rows."""
     module = trainer.lightning_module
-    if not can_restore:
+    if not hooks:
         return "no callback of the Trainer can restore rows"
+    if hooks > 1:
+        return f"{hooks} callbacks restore rows, each from its own versions"
     if trainer.accumulate_grad_batches != 1:
         return "accumulate_grad_batches"
     if not isinstance(module, PipelinedModule) and "dataloader_iter" in signature(module.training_step).parameters:
@@ -57,8 +59,10 @@ def take_position(trainer: Any, told: str, fit: int) -> None:
     """Stand where `tell_position` says.
 
     Raises:
-        RecoveryError: the job is in another fit than this process is.
+        RecoveryError: the job is in another fit than this process is, or in none yet.
     """
+    if not told:
+        raise RecoveryError("the others had not begun to train; the job restarts in full")
     position = json.loads(told)
     if position["fit"] != fit:
         raise RecoveryError(f"the job is in its fit number {position['fit']}, this replacement in number {fit}")

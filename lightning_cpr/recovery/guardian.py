@@ -46,6 +46,7 @@ _NOTE = "user-error.json"
 _REPLACEABLE = {
     signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS
 }  # fmt: skip
+_NUMBERS = set(signal.Signals)
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -80,11 +81,11 @@ def judge(returncode: int, replaced_at: Sequence[float], now: float, budget: Bud
         return Verdict("end", 0, "finished")
     if returncode == EXIT_STEP_DOWN:
         return Verdict("end", returncode, "live recovery failed; the next step down is torchrun's restart")
-    if returncode >= 128:
+    if returncode - 128 in _NUMBERS:
         return Verdict("end", returncode, f"left after {signal.Signals(returncode - 128).name}")
     if returncode > 0:
         return Verdict("end", returncode, "an error in its own code, not a lost peer", own_error=True)
-    name = signal.Signals(-returncode).name
+    name = signal.Signals(-returncode).name if -returncode in _NUMBERS else f"signal {-returncode}"
     if -returncode not in _REPLACEABLE:
         return Verdict("end", 128 - returncode, f"ended by {name}")
     recent = [t for t in replaced_at if now - t < budget.window]

@@ -186,10 +186,16 @@ def find(folder: Path, key: Key) -> list[Stash]:
             if path.suffix == ".json":
                 if (stash := _serves(path, key)) is not None:
                     found.append(stash)
-            elif not path.with_suffix(".json").exists() and not agent_of(int(name["pid"])):
-                log.warning("%s is torn: its process ended before it was complete; removed", path.name)
-                path.unlink()
+            else:
+                _remove_torn(path, int(name["pid"]))
     return found
+
+
+def _remove_torn(path: Path, pid: int) -> None:
+    """Rows whose process ``pid`` ended before they were complete."""
+    if not path.with_suffix(".json").exists() and not agent_of(pid):
+        log.warning("%s is torn: its process ended before it was complete; removed", path.name)
+        path.unlink()
 
 
 def _serves(path: Path, key: Key) -> Stash | None:
@@ -257,6 +263,11 @@ def remove_of_agent(folder: Path, agent: str) -> None:
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError, PermissionError):
             if path.stat().st_uid == os.geteuid() and json.loads(path.read_text())["key"]["agent"] == agent:
                 _remove(path)
+    for path in folder.glob(f"{PREFIX}*"):
+        name = _NAME.fullmatch(path.stem)
+        with suppress(FileNotFoundError):
+            if name is not None and path.suffix != ".json" and path.stat().st_uid == os.geteuid():
+                _remove_torn(path, int(name["pid"]))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -63,9 +63,7 @@ class BackgroundCompaction:
         def check() -> None:
             now = self._io.epoch()
             if now != manifest.epoch or self._cancel.is_set() or self._io.cancel.is_set():
-                raise CommitError(
-                    f"the compaction of {manifest.version} was given up: the job ends or is in epoch {now}"
-                )
+                raise _GivenUp(f"the compaction of {manifest.version} was given up: the job ends or is in epoch {now}")
 
         def work() -> Finished | None:
             started = time.monotonic()

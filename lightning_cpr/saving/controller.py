@@ -106,11 +106,14 @@ class Controller:
         """A cycle's saves are committed; training waited ``stall`` seconds for all of them."""
         self._observe(Saved(stall))
 
+    def failed(self, owners: Sequence[int]) -> None:
+        """These owners have failed together."""
+        self._observe(Failed(tuple(owners)))
+
     def choose(self, failed: Sequence[int], pls_after: float, lost_samples: int, replays: bool) -> tuple[Mode, str]:
         """How to recover these owners. lost_samples: done since the newest exact version. replays: whether the loader
         can go back to that version's batch.
         """
-        self._observe(Failed(tuple(failed)))
         if self._fixed.recovery == "full":
             return "full", "recovery='full'"
         if self._fixed.recovery == "partial":

@@ -20,6 +20,9 @@ from lightning_cpr.saving.settings import Settings
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 300.0
+"""After the first failure; four times as long after each further one."""
+
 
 class SaveCycle:
     """One callback's saves on one rank. Rank 0 decides, by its controller; the others do what it announces.
@@ -45,6 +48,8 @@ class SaveCycle:
         self._prioritised: Moment | None = None
         self.saved_step = -1
         self._stall = 0.0  # since the last version that is exact
+        self._writes_priority = False  # the newest save begun
+        self._failed_at: float | None = None  # since no save was begun
 
     def now(self, step: int) -> Moment:
         return Moment(step, time.monotonic() - self._started)
@@ -66,16 +71,23 @@ class SaveCycle:
             self.saves.announce(SavePlan(step, "", stop=cause), epoch)
             return
         now = self.now(step)
-        what = due(self._controller.schedule, now, self.closed, self._prioritised)
+        what = due(self._controller.schedule, now, self.closed, self._prioritised) or self._again()
         if what is None:
             return
         if self.saves.busy:
+            if what != "priority" and self._writes_priority:
+                return  # it stays due, and begins when that one has ended: else no cycle might ever be closed
             self._note(what == "priority", now)
             self._counts["skipped"] += 1
             self._emit("save_skipped", step=step, due=what, skipped=self._counts["skipped"])
         else:
             nonce = f"{self._job.incarnation}-{step}-{self._counts['commits']}"
             self.saves.announce(self._plan(step, nonce, what), epoch)
+
+    def _again(self) -> Due | None:
+        """A save that failed is made up for after a while, and not only when the next one is due."""
+        wait = RETRY_S * 4 ** (self.saves.failed_in_a_row - 1)
+        return "close" if self._failed_at is not None and time.monotonic() >= self._failed_at + wait else None
 
     def _plan(self, step: int, nonce: str, what: Due) -> SavePlan:
         """Rank 0: what a save of this step holds. After two failures in a row it builds on nothing that may be gone."""
@@ -114,6 +126,7 @@ class SaveCycle:
     def start(self, trainer: pl.Trainer, plan: SavePlan, at: Progress, ledger: Ledger) -> None:
         """Stage the save of a plan and let it be written behind training."""
         started = time.monotonic()
+        self._failed_at, self._writes_priority = None, plan.content.rows == "priority"
         self._watch_lookups(plan, at.step)
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         planner = self._controller.state.to_json() if self._job.rank == 0 else None
@@ -162,7 +175,7 @@ class SaveCycle:
                 self._stall = 0.0
         elif outcome is not None:
             self._counts["failed"] += 1
-            self.saved_step = -1
+            self.saved_step, self._failed_at = -1, time.monotonic()
             log.error("a save failed, training goes on: %s", outcome)
             self._emit("save_failed", error=str(outcome).partition("\n")[0], failed=self._counts["failed"])
 

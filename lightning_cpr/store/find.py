@@ -45,6 +45,10 @@ class Version:
         """The blobs of all ranks that saved the version."""
         return [self.blob(rank_blob(rank)) for rank in range(self.manifest.world_size)]
 
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """The scalars of all tables' optimizers (`tables.scalars`), by table."""
+        return {fqn: values for blob in self.rank_blobs() for fqn, values in blob["scalars"].items()}
+
 
 def find_root(path: str, storage_options: Mapping[str, Any] | None = None) -> Storage | None:
     """The root at a path if it has versions; None for a checkpoint file, ``<root>@<version>``, and anything else."""

@@ -114,6 +114,8 @@ class RowTracker:
             the others they take every changed row.
         count: keep a counter a row beside it, for `lost_updates`.
 
+    ``since``: the version that rows not dirty are equal to; empty while all are dirty.
+
     Memory: 1 byte a row, 4 more if counted, and what the priority keeps; another byte a row while a save is in flight;
     the ids of the newest batches, up to about 2 MB.
     """
@@ -140,7 +142,7 @@ class RowTracker:
 
     def adopt(self, shards: Iterable[Shard]) -> None:
         """Track these shards instead, every row dirty."""
-        self._tracks, self._taken, self._waiting = {}, None, 0
+        self._tracks, self._taken, self._waiting, self.since = {}, None, 0, ""
         for shard in shards:
             flags = None
             if self._specs[shard.spec.table].row_sparse and not shard.spec.replicated:
@@ -260,6 +262,7 @@ class RowTracker:
             return
         (version, taken), self._taken = self._taken, None
         if version == committed:
+            self.since = version
             return
         for spec, owned in taken.items():
             track = self._tracks[spec]
@@ -271,12 +274,15 @@ class RowTracker:
             for each, undo in owned.undo:
                 each.aborted(undo)
 
-    def restored(self, rows_since_base: Callable[[ShardSpec], Tensor], complete: Callable[[ShardSpec], int]) -> None:
+    def restored(
+        self, version: str, rows_since_base: Callable[[ShardSpec], Tensor], complete: Callable[[ShardSpec], int]
+    ) -> None:
         """The shards hold the rows of the newest version: none differs from it, and these (shard-local) from its base.
 
         complete: the step that each shard is complete to in that version.
         """
         self._note_waiting()
+        self.since = version
         for spec, track in self._tracks.items():
             if track.flags is not None:
                 track.flags.zero_().index_fill_(0, rows_since_base(spec).to(track.flags.device), _BASE)

@@ -25,6 +25,7 @@ from lightning_cpr._lightning import Callback
 from lightning_cpr.faults import Point
 from lightning_cpr.recovery.membership import REPLACES_ENV
 from lightning_cpr.tables.dense import dense_state
+from lightning_cpr.tables.scalars import fused_scalars
 from tests._tiny import Tiny, make_loader, make_trainer
 from tests.dist.test_main_job import rows_of
 
@@ -107,6 +108,18 @@ class Record(Callback):
         self.write("broke", rows=digests(trainer.model), dense=dense_digests(module), error=repr(exception))
 
 
+class Rate(Callback):
+    """Sets the tables' rate after five batches, as a user may; in the replacement it does not."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == 5:
+            for group in trainer.strategy.fused_optimizer.param_groups:
+                group["lr"] = self.rate
+
+
 class Meet(Callback):
     """A collective between two batches."""
 
@@ -123,6 +136,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--hang", action="append", default=[])
     parser.add_argument("--resume", default="auto")
+    parser.add_argument("--rate", type=float, help="of all tables, set by hand at step 5")
     options = parser.parse_args()
     torch.set_num_threads(1)
     injector, kills = FaultInjector(), []
@@ -138,6 +152,8 @@ def main() -> None:
     cpr = Recorded(str(options.out / "root"), save_every_n_steps=10, timeout_s=30, resume=options.resume)
     cpr.record = record = Record(options.out, kills)
     callbacks: list[Any] = [cpr, record, injector, *([Meet()] if options.meet_at_batch_end else [])]
+    if options.rate is not None:
+        callbacks.append(Rate(options.rate))
     loaders, more = [make_loader(RANK, options.steps)], {}
     if options.validate:
         callbacks.append(ModelCheckpoint(str(options.out / "checkpoints"), every_n_train_steps=5, save_top_k=1))
@@ -148,7 +164,8 @@ def main() -> None:
     trainer = make_trainer(local, strategy, callbacks=callbacks, num_nodes=world // local, **more)
     trainer.fit(Tiny(dense="adam"), *loaders)
     dense = dense_digests(trainer.lightning_module)
-    told = {"pls": cpr.pls, "counts": cpr.counts, "samples": cpr.samples, "dense": dense}
+    scalars = fused_scalars(trainer.lightning_module, trainer.optimizers)
+    told = {"pls": cpr.pls, "counts": cpr.counts, "samples": cpr.samples, "dense": dense, "scalars": scalars}
     record.write("end", step=trainer.global_step, **told)
 
 

@@ -17,6 +17,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from lightning_cpr import cli
 from lightning_cpr.checkpoint_io import CPRCheckpointIO
+from lightning_cpr.errors import IncompatiblePlanError
 from lightning_cpr.store import read_into
 from lightning_cpr.store.find import find_version
 from lightning_cpr.tables.shards import local_shards
@@ -93,6 +94,8 @@ def test_every_shard_is_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert cli.main(["verify", f"{tmp_path}/root-{name}"]) == 0
     model = CPRCheckpointIO.load_model(TinyNet(None, device="cpu"), f"{tmp_path}/root-row_wise")
     assert all((p == 0.25).all() for p in model.mlp.parameters())
+    with pytest.raises(IncompatiblePlanError, match=r"was imported.*warm_start"):
+        CPRCheckpointIO().load_checkpoint(f"{tmp_path}/root-row_wise")
     table, row, _, weight, _ = ranks[1]["row_wise"][0]
     assert (table, row) == ("ebc.embedding_bags.a", 50)
     assert torch.equal(model.ebc.embedding_bags["a"].weight[50:], weight)

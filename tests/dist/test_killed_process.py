@@ -16,6 +16,7 @@ from lightning_cpr.policy.ledger import event_from_json, replay
 from lightning_cpr.report.events import read_events
 from lightning_cpr.spec import ShardSpec
 from lightning_cpr.store.manifest import split_version
+from lightning_cpr.store.reader import read_table
 from lightning_cpr.store.storage import Storage
 from tests._tiny import make_batch
 from tests.dist._forked import Zygote
@@ -141,6 +142,8 @@ def test_deaths_in_every_phase_of_a_step_and_of_a_save_on_every_rank(tmp_path: P
     assert failed[0] == [1]
     assert failed[-1] == [0]
     assert {rank for ranks in failed for rank in ranks} == {0, 1, 2, 3}
+    # the planner has heard of each
+    assert len([e for e in events if e["event"] == "replan" and e["because"] == "failed"]) == len(failed)
     check_pls(events, ends, 4 * 4 * STEPS)
     check_batches(job, 4)
     assert still_running(tmp_path) == []
@@ -165,3 +168,38 @@ def test_a_death_outside_a_training_step_restarts_the_job(
     assert {e["where"] for e in events if e["event"] == "stepped_down"} == {where}
     assert "this rank steps down" in job.stderr
     assert still_running(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
+def test_lightnings_own_checkpoints_go_on_after_a_recovery_in_place(rank: int, tmp_path: Path, zygote: Zygote) -> None:
+    job = zygote.run(JOB, tmp_path, [*kills(f"{rank}:8:forward"), "--validate", "--steps=20"], 2)
+    assert job.code == 0, job.stderr[-5000:]
+    root = Storage(str(tmp_path / "root"))
+    assert [e["failed"] for e in read_events(root) if e["event"] == "recovery"] == [[rank]]
+    (checkpoint,) = (tmp_path / "checkpoints").glob("*step=20*.ckpt")
+    saved, last = find_version(str(checkpoint)), find_version(str(tmp_path / "root"))
+    assert (saved.manifest.step, last.manifest.step) == (20, 20)
+    for table in saved.manifest.tables:
+        weight, states = read_table(saved.storage, saved.manifest, table.fqn)
+        expected, sums = read_table(last.storage, last.manifest, table.fqn)
+        assert torch.equal(weight, expected)
+        assert states.keys() == sums.keys()
+        assert all(torch.equal(states[name], sums[name]) for name in sums)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
+def test_rates_and_step_counters_of_tables_that_nobody_else_holds_come_back(
+    rank: int, tmp_path: Path, zygote: Zygote
+) -> None:
+    job = zygote.run(JOB, tmp_path, [*kills(f"{rank}:24:forward"), "--rate=0.25"], 2)
+    assert job.code == 0, job.stderr[-5000:]
+    assert len(job.pids(rank)) == 2
+    ends = [job.events(r, "end")[0]["scalars"] for r in (0, 1)]
+    for scalars in ends:
+        assert {values["lr"] for values in scalars.values()} == {0.25}
+    lost, kept = ends[rank], ends[1 - rank]
+    assert lost.keys() | kept.keys() > kept.keys() or lost.keys() | kept.keys() > lost.keys()
+    counters = {values["iter"] for scalars in ends for values in scalars.values() if "iter" in values}
+    assert counters <= {STEPS, STEPS + 1}  # a survivor's kernel may have made the broken batch's step

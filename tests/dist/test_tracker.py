@@ -199,7 +199,7 @@ def early_lookups_and_aborts(rank: int, world: int) -> None:
         tracker.mark("nope")
     with pytest.raises(ConfigError, match=r"rows 0..40 of table ec\.embedding_bags\.p: it has rows 0..39"):
         tracker.mark("p", torch.tensor([0, 40]))
-    tracker.restored(lambda spec: torch.tensor([1] if spec.rows > 1 else []).long(), lambda spec: 7)
+    tracker.restored("v7", lambda spec: torch.tensor([1] if spec.rows > 1 else []).long(), lambda spec: 7)
     assert listed(tracker.dirty("last")) == empty
     assert set(map(tuple, listed(tracker.dirty("base")).values())) <= {(1,), ()}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_cpr import CPRCallback, FaultInjector
 from lightning_cpr._lightning import Callback
@@ -67,20 +68,21 @@ def test_d01_a_save_holds_the_values_of_its_step(tmp_path: Path) -> None:
 
 
 class Memory(Callback):
-    """The process's memory after each batch; keeps the newest version only, so that the disk does not fill."""
+    """The process's memory, and the keys in its store, after each batch; keeps the newest version only."""
 
     def __init__(self, root: str) -> None:
-        self.storage, self.rss = Storage(root), []
+        self.storage, self.rss, self.keys = Storage(root), [], []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.rss.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        self.keys.append(dist.distributed_c10d._get_default_store().num_keys())
         for ref in list_versions(self.storage)[2:]:
             self.storage.delete([ref.path])
             shutil.rmtree(f"{self.storage.root}/chunks/{ref.version}")
 
 
-def many(rank: int, world: int, root: str, saves: int) -> tuple[list[int], int]:
+def many(rank: int, world: int, root: str, saves: int) -> tuple[list[int], list[int], int]:
     cpr = CPRCallback(root, save_every_n_steps=1, incremental="full", timeout_s=60)
     memory = Memory(root)
     trainer = make_trainer(
@@ -91,13 +93,14 @@ def many(rank: int, world: int, root: str, saves: int) -> tuple[list[int], int]:
         callbacks=[Settled(cpr), memory, cpr],
     )
     trainer.fit(Tiny(tables=MEDIUM, filled=False), loader(rank, MEDIUM, 50))
-    return memory.rss, cpr.counts["commits"]
+    return memory.rss, memory.keys, cpr.counts["commits"]
 
 
 def test_d02_a_hundred_saves_do_not_grow_the_process(tmp_path: Path) -> None:
-    ((rss, commits),) = run_ranks(many, 1, str(tmp_path), 200, timeout=280)
+    ((rss, keys, commits),) = run_ranks(many, 1, str(tmp_path), 200, timeout=280)
     assert commits == 101  # every other step: a save is decided a batch before it comes, while one is in flight
     assert max(rss[20:]) - rss[20] < 30e6
+    assert max(keys[20:]) <= max(keys[:20])
 
 
 def opened(rank: int, world: int, root: str) -> dict[str, Any]:

@@ -30,6 +30,12 @@ def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "lightning-cpr: no command 'fitt'; lightning-cpr --help lists them\n"
 
 
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--total", "10d", "--mtbf", "28h", "--owners", "8", "--save", "5s", "--json-out", str(tmp_path)]
+    assert cli.main(given) == 2
+    assert capsys.readouterr().err == f"lightning-cpr plan: {tmp_path}: Is a directory\n"
+
+
 def test_a_missing_script_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--nproc-per-node", "2", "none.py", "--lr", "1"]) == 2
     assert capsys.readouterr().err == "lightning-cpr run: no script 'none.py'; a module is named with -m\n"

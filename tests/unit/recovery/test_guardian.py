@@ -27,6 +27,9 @@ ROOT = Path(__file__).resolve().parents[3]
         (-signal.SIGTERM, "end", 143, False),
         (1, "end", 1, True),
         (143, "end", 143, False),
+        (255, "end", 255, True),  # sys.exit(-1)
+        (128, "end", 128, True),
+        (-40, "end", 168, False),
         (EXIT_STEP_DOWN, "end", EXIT_STEP_DOWN, False),
     ],
 )
