@@ -122,9 +122,9 @@ def describe(event: dict[str, Any]) -> str:
         case "rejoined":
             took = {phase: f"{1e3 * event[f'{phase}_s']:.0f} ms" for phase in PHASES}
             return (
-                f"[green]{at} both train on, {event['total_s']:.2f} s after the kill: noticed in {took['detect']},"
-                f" replacement running in {took['replacement_start']}, its model built in {took['replacement_build']},"
-                f" new group and dense part in {took['rebuild']}, rows in {took['restore']}[/]"
+                f"[green]{at} both train on, {event['total_s']:.2f} s after the kill: noticed {took['detect']},"
+                f" replacement up {took['replacement_start']}, data and model {took['replacement_build']},"
+                f" new group {took['rebuild']}, rows {took['restore']}[/]"
             )
         case _:
             return ""
@@ -138,7 +138,7 @@ def main() -> None:
     if args.job:
         job(args.job, args.fault, args.out)
         return
-    console = Console(width=120)
+    console = Console(width=150)
     with tempfile.TemporaryDirectory() as folder:
         results = {fault: run(console, f"{folder}/{fault}", fault) for fault in LABELS}
         for fault in ("wipe", "kill"):

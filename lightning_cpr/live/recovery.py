@@ -158,7 +158,7 @@ class LiveRecovery:
         fitting = trainer.state.fn == TrainerFn.FITTING
         _fits += fitting
         self._hooks = [cb for cb in trainer.callbacks if isinstance(cb, RecoveryHook)]  # type: ignore[attr-defined]
-        reason = why_not(trainer, self._model, len(self._hooks)) if fitting else f"it runs trainer.{trainer.state.fn}"
+        reason = why_not(trainer, self._model, self._hooks) if fitting else f"it runs trainer.{trainer.state.fn}"
         self.enabled = not reason
         if not self.apart:
             if fitting and reason:

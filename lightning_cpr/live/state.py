@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from lightning_cpr.errors import CPRError, RecoveryError
 from lightning_cpr.job.state import set_rng_state, to_plain
 from lightning_cpr.live.batch import load_schedulers_state, schedulers_state
 from lightning_cpr.pipeline import PipelinedModule
+from lightning_cpr.saving.settings import Settings
 from lightning_cpr.store.blob import decode_blob, encode_blob
 from lightning_cpr.tables.rebind import check_rebindable
 from lightning_cpr.tables.replicas import load_replicated_state, replicated_state
@@ -26,13 +27,15 @@ if TYPE_CHECKING:
     from lightning_cpr.strategy import TorchRecStrategy
 
 
-def why_not(trainer: pl.Trainer, model: nn.Module, hooks: int) -> str:
+def why_not(trainer: pl.Trainer, model: nn.Module, hooks: Sequence[object]) -> str:
     """Why a process of this fit cannot be replaced in place; empty if it can. hooks: callbacks that restore rows."""
     module = trainer.lightning_module
     if not hooks:
         return "no callback of the Trainer can restore rows"
-    if hooks > 1:
-        return f"{hooks} callbacks restore rows, each from its own versions"
+    settings = [getattr(hook, "settings", None) for hook in hooks]
+    roots = [each.root for each in settings if isinstance(each, Settings)]
+    if len(roots) > 1:
+        return f"several callbacks restore rows, each from versions of its own: {', '.join(roots)}"
     if trainer.accumulate_grad_batches != 1:
         return "accumulate_grad_batches"
     if not isinstance(module, PipelinedModule) and "dataloader_iter" in signature(module.training_step).parameters:

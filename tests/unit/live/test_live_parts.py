@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_cpr import CPRCallback
 from lightning_cpr.errors import ConfigError
 from lightning_cpr.live import account
 from lightning_cpr.live.batch import BatchStart
 from lightning_cpr.live.early_read import EarlyRead
+from lightning_cpr.live.state import why_not
 from lightning_cpr.recovery.election import Decision, Holding
 from lightning_cpr.recovery.guardian import modules_note, note_modules
 from lightning_cpr.recovery.live import Recovery
@@ -122,3 +124,10 @@ def test_the_phases_told_are_those_of_the_slowest_rank() -> None:
         "double_row_updates": 7, "left_out_by": [2], "missing_row_updates_by": [2]
     }  # fmt: skip
     assert account.skipped_samples(recovery, cut) == {2: 64}
+
+
+def test_several_callbacks_that_save_are_not_recovered_in_place() -> None:
+    hooks = [CPRCallback("one"), object(), CPRCallback("two")]
+    assert "versions of its own: one, two" in why_not(
+        cast(Any, SimpleNamespace(lightning_module=None)), torch.nn.Module(), hooks
+    )
