@@ -44,11 +44,11 @@ def growth(axes: Axes, middle: dict[tuple[str, int, int], float], worlds: list[i
         for world, style in zip(worlds, ("-", "--", ":"), strict=False):
             points = sorted((mb, s) for (w, n, mb), s in middle.items() if (w, n) == (way, world))
             if points:
-                axes.plot(*zip(*points, strict=True), style, marker="o", color=colour)
-                if world == worlds[0]:
-                    axes.annotate(NAMES[way], points[-1], (-4, 6), textcoords="offset points", ha="right", fontsize=8)
+                label = NAMES[way] if world == worlds[0] else None
+                axes.plot(*zip(*points, strict=True), style, marker="o", color=colour, label=label)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.legend(fontsize=7, loc="center left")
     axes.set_xlabel("tables, MB a rank")
     axes.set_ylabel("seconds")
     lines = ", ".join(f"{s} {n} ranks" for n, s in zip(worlds, ("solid", "dashed", "dotted"), strict=False))
