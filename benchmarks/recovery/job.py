@@ -158,14 +158,16 @@ def main() -> None:
     probe = Probe(options.out)
     stock = options.way == "stock"
     # One version, before the first batch: the interval is longer than the run.
-    saves = Stock(options.out) if stock else CPRCallback(str(options.out / "root"), save_every_n_steps=10**6)
+    mode: Any = "full" if options.way == "restart" else "partial"  # full: nothing is handed over
+    root = str(options.out / "root")
+    saves = Stock(options.out) if stock else CPRCallback(root, save_every_n_steps=10**6, recovery=mode)
     trainer = pl.Trainer(
         accelerator="cpu", devices=world, strategy=TorchRecStrategy(plan=plan), callbacks=[probe, saves], max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
     again = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
-    with tables_uninitialised() if again and options.way == "restart" else nullcontext():
+    with tables_uninitialised() if again and options.way in ("restart", "handover") else nullcontext():
         trainer.fit(Model(options.rows), Loader(Batches(rank, options.rows, 10**6), batch_size=None))
 
 

@@ -18,11 +18,12 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-COLOURS = {"spare": "#2a9d5c", "cold": "#8ab17d", "restart": "#c44e52", "stock": "#7f7f7f"}
+COLOURS = {"spare": "#2a9d5c", "cold": "#8ab17d", "restart": "#c44e52", "handover": "#e9a03b", "stock": "#7f7f7f"}
 NAMES = {
     "spare": "live, warm spare",
     "cold": "live, new process",
     "restart": "full restart from a version",
+    "handover": "restart with hand-over",
     "stock": "stock restart, torch.save by rank",
 }
 PHASES = {

@@ -3,7 +3,8 @@
     python -m benchmarks.recovery.run --worlds 2 4 --mb 39 390 --repeats 3
 
 Ways: ``spare`` (live, warm spare), ``cold`` (live, a new process), ``restart`` (torchrun restarts the job, which reads
-the version; the tables' random values are not drawn), ``stock`` (plain torchrun restarts it, TorchRec draws the tables'
+the version; the tables' random values are not drawn), ``handover`` (the same, but survivors' rows come from shared
+memory), ``stock`` (plain torchrun restarts it, TorchRec draws the tables'
 random values, each rank reads its own `torch.save` file). Ways alternate; the kill comes at a random moment. Survivors
 must open no table file, and the replacement must read at most 1.05 times its shards.
 """
@@ -34,6 +35,7 @@ WAYS = {
     "spare": (CPR, ["--spares=1", "--max-restarts=0"]),
     "cold": (CPR, ["--spares=0", "--max-restarts=0"]),
     "restart": (CPR, ["--spares=0", "--max-replacements=0", "--max-restarts=1", "--monitor-interval=0.1"]),
+    "handover": (CPR, ["--spares=0", "--max-replacements=0", "--max-restarts=1", "--monitor-interval=0.1"]),
     "stock": (TORCHRUN, ["--max-restarts=1", "--monitor-interval=0.1"]),
 }
 LIVE = ("spare", "cold")
@@ -106,6 +108,9 @@ def measure(way: str, world: int, mb: int, seed: int) -> dict[str, Any]:
             first = wait_for(all_stepped, 240)
             told = {"seconds": max(first.values()) - killed, "spare_mb": spare}
             seen = [e for e in events(out) if e["time"] > killed]
+            if way in ("restart", "handover"):
+                log_text = (out / "root" / "events.jsonl").read_text()
+                assert ('"handed_over":[0' in log_text) == (way == "handover"), log_text
             return told | (live(seen, out) if way in LIVE else restarted(seen, killed, world, max(first.values())))
         finally:
             job.terminate()
