@@ -2,7 +2,7 @@
 
 A checkpoint is a self-contained exact base. The file that Lightning names *is* the manifest, so ``exists``, ``-v1``
 suffixes and symbolic links work; its chunks lie beside it under
-``cpr-chunks/<version>/``, and are copied along with it. Every rank saves and loads.
+``cpr-chunks/<version>/``: whoever copies the file copies that folder too. Every rank saves and loads.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from lightning_cpr.recovery.plan import Mode, RecoveryPlan, Source, plan_recover
 from lightning_cpr.saving.chain import Chain, exact_point
 from lightning_cpr.saving.saver import BackgroundSaves, Committed, Progress
 from lightning_cpr.saving.update_counts import Lost
+from lightning_cpr.store.blob import rank_blob
 from lightning_cpr.store.manifest import FOLDER, Consistency, Manifest, same_rows
 from lightning_cpr.store.reader import read_into
 from lightning_cpr.store.since import rows_since_base
@@ -262,7 +263,9 @@ class Restorer:
             return
         try:
             manifest = load_manifest(self._storage, path)
-            saved = Version(self._storage, manifest).scalars()
+            version = Version(self._storage, manifest)
+            same_plan = manifest.plan_fingerprint == self._saves.run.plan_fingerprint  # this rank's tables were its own
+            saved = version.blob(rank_blob(self._job.rank))["scalars"] if same_plan else version.scalars()
         except CPRError as error:  # the rows may yet come from parity, or from an older version
             log.error("rates and step counters of lost tables start anew: %s", error)
             return
