@@ -137,7 +137,7 @@ class Saved:
 
     def observe(self, spec: ShardSpec, ids: Tensor) -> None:
         if (priority := self.priority.get(spec.table)) is not None:
-            priority.observe(ids)
+            priority.observe(ids, [len(ids)])
 
     def save(self) -> None:
         """A priority save of the chosen tables, all rows of the others."""

@@ -1,10 +1,11 @@
 """Accuracy after many restores from quantized saves, against the same run without any.
 
-    python -m benchmarks.restored_accuracy --seeds 5
+    python -m benchmarks.restored_accuracy --data synthetic --seeds 3
+    python -m benchmarks.restored_accuracy --data movielens --seeds 5
     python -m benchmarks.restored_accuracy --small
 
-A DLRM trains on MovieLens-100k. At evenly spaced steps all rows of all tables are overwritten with what a quantized
-save of them restores to, as if the whole job had been restored then. A raw save restores every bit, so the run without
+A DLRM trains on synthetic Criteo or MovieLens-100k. At evenly spaced steps all rows of all tables are overwritten
+with what a quantized save of them restores to, as if the whole job had been restored then. A raw save restores every bit, so the run without
 restores is the raw one. Results are written as they come in; a run that was cut off goes on.
 """
 
@@ -56,10 +57,13 @@ def restore(shards: Sequence[Shard], bits: int) -> None:
                     through(codec, live.states[name])
 
 
-def train(bits: int, restores: int, seed: int, small: bool) -> dict[str, Any]:
+Data = tuple[dict[str, Any], list[Batch], list[Batch]]
+
+
+def train(bits: int, restores: int, seed: int, trained_on: Data) -> dict[str, Any]:
     """The AUC of a run that is restored so many times. restores 0: undisturbed."""
     started = time.monotonic()
-    arguments, batches, test = data("movielens", small)
+    arguments, batches, test = trained_on
     torch.manual_seed(seed)
     model = DLRMModule(**arguments)
     torch.manual_seed(seed)
@@ -101,12 +105,14 @@ def show(runs: dict[str, Any], seeds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.restored_accuracy", description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", choices=("movielens", "synthetic"), default="movielens")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="one seed, little data, the widths of bits='auto' alone")
-    parser.add_argument("--out", type=Path, default=HERE / "results.json")
+    parser.add_argument("--out", type=Path, help="default: <data>.json beside this file")
     args = parser.parse_args()
     init_process()
-    seeds = 1 if args.small else args.seeds
+    args.out = args.out or HERE / f"{args.data}.json"
+    seeds, trained_on = 1 if args.small else args.seeds, data(args.data, args.small)
     runs: dict[str, Any] = {}
     if args.out.exists() and not args.small:
         runs = json.loads(args.out.read_text())["runs"]
@@ -116,7 +122,7 @@ def main() -> None:
     for bits, restores, seed in todo:
         key = f"{bits}-{restores}-{seed}"
         if key not in runs:
-            runs[key] = train(bits, restores, seed, args.small)
+            runs[key] = train(bits, restores, seed, trained_on)
             print(f"{len(runs)}/{len(todo)} {key}: {runs[key]}", flush=True)
             if not args.small:
                 args.out.write_text(json.dumps({"machine": machine(), "target": TARGET, "runs": runs}, indent=1) + "\n")

@@ -75,8 +75,8 @@ def measure(trainee: Trainee, batches: Sequence[Batch], rounds: int, steps: int)
     tracked = trackers(trainee)
     seconds: Times = {kind: [] for kind in KINDS}
     watch = Stopwatch()
-    lookup._ids = watch.wrap(lookup._ids)
-    lookup.LookupHook._tell = watch.wrap(lookup.LookupHook._tell)  # type: ignore[method-assign]
+    lookup.LookupHook._on_lookup = watch.wrap(lookup.LookupHook._on_lookup)  # type: ignore[method-assign]
+    RowTracker._observe = watch.wrap(RowTracker._observe)  # type: ignore[method-assign]
     position = 0
     for number in range(rounds + 1):  # the first is for warming up
         for kind in KINDS[number % len(KINDS) :] + KINDS[: number % len(KINDS)]:

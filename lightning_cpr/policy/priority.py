@@ -1,6 +1,6 @@
 """Which rows a priority save writes (CPR, section 4.2): vanilla, SCAR, MFU and SSU, one object a shard.
 
-The tracker calls ``observe`` once a batch with the shard-local ids whose backward has run; only training lookups
+The tracker calls ``observe`` with the shard-local ids of the batches whose backward has run; only training lookups
 count. At a save boundary the caller takes ``select``, stages those rows, and calls ``saved`` with *all* rows that it
 staged, at that same boundary; if the save is aborted it hands the ``Undo`` back, so that nothing is forgotten. Ids
 are int64 in [0, rows).
@@ -63,8 +63,8 @@ class RowPriority(ABC):
         self.rows = rows
 
     @abstractmethod
-    def observe(self, local_ids: Tensor) -> None:
-        """Ids ``[n]`` of one batch, with repeats. Call it once a batch, also with no ids."""
+    def observe(self, ids: Tensor, counts: Sequence[int]) -> None:
+        """Ids ``[n]`` of the next batches, with repeats, and how many are of each batch, also of those with none."""
 
     @abstractmethod
     def select(self, k: int) -> Tensor:
@@ -101,7 +101,7 @@ def make_priority(config: PriorityConfig, weight: Tensor) -> RowPriority:
 class Vanilla(RowPriority):
     """All rows, whatever ``k``."""
 
-    def observe(self, local_ids: Tensor) -> None:
+    def observe(self, ids: Tensor, counts: Sequence[int]) -> None:
         pass
 
     def select(self, k: int) -> Tensor:
@@ -126,7 +126,7 @@ class Scar(RowPriority):
         self._weight = weight.detach()
         self._copy = self._weight.clone()
 
-    def observe(self, local_ids: Tensor) -> None:
+    def observe(self, ids: Tensor, counts: Sequence[int]) -> None:
         pass
 
     def select(self, k: int) -> Tensor:
@@ -157,8 +157,8 @@ class Mfu(RowPriority):
         self.counts = torch.zeros(rows, dtype=torch.int32, device=device)
         self._bound = 0
 
-    def observe(self, local_ids: Tensor) -> None:
-        self._count(local_ids, torch.ones(local_ids.numel(), dtype=torch.int32, device=self.counts.device))
+    def observe(self, ids: Tensor, counts: Sequence[int]) -> None:
+        self._count(ids, torch.ones(1, dtype=torch.int32, device=self.counts.device).expand(ids.numel()))
 
     def select(self, k: int) -> Tensor:
         return _largest(self.counts, k)
@@ -203,10 +203,11 @@ class Ssu(RowPriority):
     def __len__(self) -> int:
         return self._size
 
-    def observe(self, local_ids: Tensor) -> None:
-        self._batches += 1
-        if self._batches % 2 and local_ids.numel():
-            self._insert(local_ids)
+    def observe(self, ids: Tensor, counts: Sequence[int]) -> None:
+        sampled = ids.split(list(counts))[self._batches % 2 :: 2]
+        self._batches += len(counts)
+        if any(batch.numel() for batch in sampled):
+            self._insert(torch.cat(sampled))
 
     def select(self, k: int) -> Tensor:
         members = self._members()

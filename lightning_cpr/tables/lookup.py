@@ -7,9 +7,9 @@ features, not tables. What can still take a lookup hook away is a reshard, which
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -35,10 +35,24 @@ class _Part:
     features: int
 
 
-class LookupHook:
-    """The registered hooks of one model. Made by `register_lookup_hook`."""
+@dataclass(frozen=True)
+class Looked:
+    """The ids of one batch in one lookup, as the kernel got them: int64, those of each part in turn, then others."""
 
-    def __init__(self, model: nn.Module, fn: LookupFn, when: When) -> None:
+    parts: Sequence[_Part]
+    values: Tensor
+    ends: Sequence[int]
+
+    @property
+    def total(self) -> int:
+        """Ids of sharded tables."""
+        return self.ends[-1] if self.parts and not self.parts[0].shard.replicated else 0
+
+
+class LookupHook:
+    """Calls ``fn`` with each batch's ids in each lookup of a model: at once, or `when` its backward has run."""
+
+    def __init__(self, model: nn.Module, fn: Callable[[Looked], None], when: When) -> None:
         self._model = model
         self._fn = fn
         self._when = when
@@ -82,21 +96,23 @@ class LookupHook:
 
     def _hook(self, parts: list[_Part]) -> Callable[..., None]:
         def on_lookup(lookup: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            # Without a gradient no row can change: validation, prediction, a warm-up forward.
-            if not torch.is_grad_enabled():
-                return
-            seen = _ids(parts, inputs[0])
-            if self._when == "lookup":
-                self._tell([(shard, ids) for shard, ids in seen if len(ids)])
-            elif output.requires_grad:
-                # The graph keeps the ids: a batch whose backward never runs takes them along.
-                output.register_hook(lambda gradient: self._tell(seen))
+            self._on_lookup(parts, inputs[0], output)
 
         return on_lookup
 
-    def _tell(self, seen: list[tuple[ShardSpec, Tensor]]) -> None:
-        for shard, ids in seen:
-            self._fn(shard, ids)
+    def _on_lookup(self, parts: list[_Part], features: Any, output: Any) -> None:
+        # Without a gradient no row can change: validation, prediction, a warm-up forward.
+        if not torch.is_grad_enabled():
+            return
+        lengths = iter(features.length_per_key())
+        ends = list(accumulate(sum(islice(lengths, part.features)) for part in parts))
+        # A copy: who is told may keep them, and a pipeline may write the next batch where this one lies.
+        looked = Looked(parts, features.values().to(torch.int64, copy=True), ends)
+        if self._when == "lookup":
+            self._fn(looked)
+        elif output.requires_grad:
+            # The graph keeps the ids: a batch whose backward never runs takes them along.
+            output.register_hook(lambda gradient: self._fn(looked))
 
 
 def register_lookup_hook(model: nn.Module, fn: LookupFn, when: When = "lookup") -> LookupHook:
@@ -110,29 +126,39 @@ def register_lookup_hook(model: nn.Module, fn: LookupFn, when: When = "lookup") 
     backward has reached the lookup, however much earlier a pipeline looked up; then each shard is told of every batch,
     also with no ids.
     """
-    return LookupHook(model, fn, when)
+
+    def tell(looked: Looked) -> None:
+        for shard, ids, _ in by_shard([looked]):
+            if when == "backward" or len(ids):
+                fn(shard, ids)
+
+    return LookupHook(model, tell, when)
 
 
-def _ids(parts: list[_Part], features: Any) -> list[tuple[ShardSpec, Tensor]]:
-    lengths = iter(features.length_per_key())
-    counts = [sum(islice(lengths, part.features)) for part in parts]
-    # A copy: who is told may keep them, and a pipeline may write the next batch where this one lies.
-    values = features.values()[: sum(counts)].to(torch.int64, copy=True)
-    found = [(p.shard, ids) for p, ids in zip(parts, values.split(counts), strict=True) if p.shard.rows]
-    if values.is_cpu and _all_inside(values, [part.shard.rows for part in parts], counts):
-        return found
-    return [(shard, torch.where((ids < 0) | (ids >= shard.rows), 0, ids)) for shard, ids in found]
+def by_shard(batches: Sequence[Looked]) -> Iterator[tuple[ShardSpec, Tensor, Sequence[int]]]:
+    """Each shard with rows; its ids, int64 ``[n]``, row numbers within the shard with duplicates, batch after batch;
+    and how many are of each batch.
+    """
+    of_lookup: dict[int, list[Looked]] = {}
+    for looked in batches:
+        of_lookup.setdefault(id(looked.parts), []).append(looked)
+    for same in of_lookup.values():
+        starts = [0] * len(same)
+        for index, part in enumerate(same[0].parts):
+            ends = [looked.ends[index] for looked in same]
+            if part.shard.rows:
+                ids = [looked.values[at:end] for looked, at, end in zip(same, starts, ends, strict=True)]
+                counts = [end - at for at, end in zip(starts, ends, strict=True)]
+                yield part.shard, _clamped(torch.cat(ids), part.shard.rows), counts
+            starts = ends
 
 
-def _all_inside(values: Tensor, rows: list[int], counts: list[int]) -> bool:
-    """Whether each id has a row, in one pass over all shards. On a GPU the answer would wait for the device."""
-    told = np.array(counts)
-    held = told > 0
-    if not held.any():
-        return True
-    starts = (told.cumsum() - told)[held]
-    most = np.maximum.reduceat(values.numpy().view(np.uint64), starts)  # a negative id is larger than any row
-    return bool((most < np.array(rows, np.uint64)[held]).all())
+def _clamped(ids: Tensor, rows: int) -> Tensor:
+    """Ids as the kernel takes them: those that have no row are row 0. Looked at first where that is cheap: on a CPU."""
+    # A negative id is larger than any row.
+    if not len(ids) or (ids.is_cpu and int(ids.numpy().view(np.uint64).max()) < rows):
+        return ids
+    return torch.where((ids < 0) | (ids >= rows), 0, ids)
 
 
 def _lookup_parts(model: nn.Module) -> list[tuple[nn.Module, list[_Part]]]:

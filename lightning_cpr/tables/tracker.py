@@ -12,7 +12,7 @@ back if it is not, together with what the row priorities forgot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_cpr.errors import ConfigError
 from lightning_cpr.policy.priority import Mfu, PriorityConfig, RowPriority, Undo, make_priority
 from lightning_cpr.spec import Shard, ShardSpec, TableSpec
-from lightning_cpr.tables.lookup import register_lookup_hook
+from lightning_cpr.tables.lookup import Looked, LookupHook, by_shard
 
 Rows = Literal["all", "since_base", "since_last", "priority"]
 """What a save takes: every row; those that differ from the base; from the newest version; the most urgent of these."""
@@ -50,7 +50,7 @@ class _Track:
     """A shard. flags: uint8 ``[rows]``, of `_LAST` and `_BASE`; None: wholly dirty, always.
 
     lookups: since the shard was last taken with all its changed rows; ``mixed``: rows were taken without all since.
-    seen: lookups, and batches, since it is tracked. waiting: ids of the newest batches, not noted yet.
+    seen: lookups, and batches, since it is tracked.
     """
 
     shard: Shard
@@ -60,7 +60,6 @@ class _Track:
     mixed: bool = False
     seen: int = 0
     batches: int = 0
-    waiting: list[Tensor] = field(default_factory=list)
     priority: RowPriority | None = None
     counter: Mfu | None = None
 
@@ -69,19 +68,19 @@ class _Track:
         found = [each for each in (self.priority, self.counter) if each is not None]
         return found[:1] if self.priority is self.counter else found
 
-    def note(self) -> None:
-        """The ids that wait are of rows that have changed."""
-        batches, self.waiting = self.waiting, []
-        if self.flags is None or not batches:
+    def note(self, ids: Tensor, counts: Sequence[int]) -> None:
+        """The rows that batches of so many ids looked up have changed."""
+        self.lookups += len(ids)
+        self.seen += len(ids)
+        self.batches += len(counts)
+        if self.flags is None:
             return
-        ids = torch.cat(batches)
         if ids.is_cpu:
             self.flags.numpy()[ids.numpy()] = _BOTH  # half the cost of index_fill_
         else:
             self.flags.index_fill_(0, ids, _BOTH)
         for each in self.observers:
-            for batch in batches:
-                each.observe(batch)
+            each.observe(ids, counts)
 
     @property
     def unsaved(self) -> tuple[int, bool]:
@@ -114,7 +113,8 @@ class RowTracker:
             the others they take every changed row.
         count: keep a counter a row beside it, for `lost_updates`.
 
-    ``since``: the version that rows not dirty are equal to; empty while all are dirty.
+    ``since``: the version that rows not dirty are equal to; empty while all are dirty. ``updates``: of rows of sharded
+    tables on this rank, so far.
 
     Memory: 1 byte a row, 4 more if counted, and what the priority keeps; another byte a row while a save is in flight;
     the ids of the newest batches, up to about 2 MB.
@@ -135,14 +135,16 @@ class RowTracker:
         self._prioritised = frozenset(tables) if priority is not None else frozenset()
         self._count = count
         self._tracks: dict[ShardSpec, _Track] = {}
-        self._waiting = 0
+        self.updates = 0
         self._taken: tuple[str, dict[ShardSpec, _Taken]] | None = None
         self.adopt(shards)
-        self._hook = register_lookup_hook(model, self._observe, when="backward")
+        self._hook = LookupHook(model, self._observe, when="backward")
 
     def adopt(self, shards: Iterable[Shard]) -> None:
         """Track these shards instead, every row dirty."""
-        self._tracks, self._taken, self._waiting, self.since = {}, None, 0, ""
+        self._tracks, self._taken, self.since = {}, None, ""
+        self._waiting: list[Looked] = []
+        self._waiting_ids = 0
         for shard in shards:
             flags = None
             if self._specs[shard.spec.table].row_sparse and not shard.spec.replicated:
@@ -163,24 +165,19 @@ class RowTracker:
         elif self._count:
             track.counter = Mfu(track.shard.spec.rows, weight.device)
 
-    def _observe(self, spec: ShardSpec, ids: Tensor) -> None:
-        track = self._tracks.get(spec)
-        if track is None:
-            return
-        track.lookups += ids.numel()
-        track.seen += ids.numel()
-        track.batches += 1
-        if track.flags is not None:
-            track.waiting.append(ids)
-            self._waiting += ids.numel()
-            if self._waiting > _WAITING:
-                self._note_waiting()
+    def _observe(self, looked: Looked) -> None:
+        self.updates += looked.total
+        self._waiting.append(looked)
+        self._waiting_ids += looked.values.numel()
+        if self._waiting_ids > _WAITING:
+            self._note_waiting()
 
     def _note_waiting(self) -> None:
         """Note the ids of the batches so far. Before anything that reads or writes bits or counters."""
-        self._waiting = 0
-        for track in self._tracks.values():
-            track.note()
+        waiting, self._waiting, self._waiting_ids = self._waiting, [], 0
+        for spec, ids, counts in by_shard(waiting):
+            if spec in self._tracks:
+                self._tracks[spec].note(ids, counts)
 
     @property
     def memory_bytes(self) -> int:
@@ -298,13 +295,9 @@ class RowTracker:
         return sum(lost for lost, _ in unsaved), all(exact for _, exact in unsaved)
 
     @property
-    def updates(self) -> int:
-        """Row updates of these shards so far."""
-        return sum(track.seen for track in self._tracks.values())
-
-    @property
     def updates_per_batch(self) -> float:
         """Row updates of these shards in a batch, on average; 0 before the first."""
+        self._note_waiting()
         return sum(track.seen / track.batches for track in self._sharded if track.batches)
 
     @property

@@ -13,6 +13,7 @@ from lightning_cpr.policy.priority import (
     VARIANTS,
     Mfu,
     PriorityConfig,
+    RowPriority,
     Scar,
     Ssu,
     choose_variant,
@@ -31,6 +32,10 @@ def ids(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
+def observe(priority: RowPriority, *batches: Tensor) -> None:
+    priority.observe(torch.cat(batches), [len(batch) for batch in batches])
+
+
 def table(fqn: str, rows: int) -> TableSpec:
     return TableSpec(fqn, rows, 16, torch.float32, "rowwise_adagrad")
 
@@ -41,10 +46,10 @@ def test_every_variant_keeps_the_contract(variant: str, rows: int) -> None:
     weight = torch.zeros(rows, 4)
     config = PriorityConfig(variant)
     priority = make_priority(config, weight)
-    priority.observe(ids())
+    observe(priority, ids())
     seen = torch.arange(0, rows, 3)
     for _ in range(3):
-        priority.observe(torch.cat([seen, seen]))
+        observe(priority, torch.cat([seen, seen]))
     weight[seen] += 1.0
     before = priority.memory_bytes
     for k in (config.count(rows), rows, rows + 5):
@@ -65,19 +70,19 @@ def test_every_variant_keeps_the_contract(variant: str, rows: int) -> None:
 
 def test_mfu_takes_the_most_looked_up_rows_and_clears_only_those() -> None:
     mfu = Mfu(10)
-    mfu.observe(ids(5, 5, 5, 2, 2, 9, 7, 7))
+    observe(mfu, ids(5, 5, 5, 2, 2, 9, 7, 7))
     assert mfu.select(2).tolist() == [2, 5]  # 2 and 7 tie: the lower row
     mfu.saved(ids(2, 5))
     assert mfu.counts.tolist() == [0, 0, 0, 0, 0, 0, 0, 2, 0, 1]
-    mfu.observe(ids(9, 9))
+    observe(mfu, ids(9, 9))
     assert mfu.select(1).tolist() == [9]
 
 
 def test_an_aborted_mfu_save_adds_its_counts_back_to_what_came_since() -> None:
     mfu = Mfu(4)
-    mfu.observe(ids(1, 1, 3))
+    observe(mfu, ids(1, 1, 3))
     undo = mfu.saved(ids(1, 3))
-    mfu.observe(ids(1, 0))
+    observe(mfu, ids(1, 0))
     mfu.aborted(undo)
     assert mfu.counts.tolist() == [1, 3, 0, 1]
 
@@ -85,9 +90,9 @@ def test_an_aborted_mfu_save_adds_its_counts_back_to_what_came_since() -> None:
 def test_mfu_counters_never_overflow() -> None:
     mfu = Mfu(3)
     undo = None
-    mfu.observe(ids(0, 1))
+    observe(mfu, ids(0, 1))
     mfu.counts[0], mfu._bound = 2**31 - 2, 2**31 - 2
-    mfu.observe(ids(0, 0, 2))
+    observe(mfu, ids(0, 0, 2))
     undo = mfu.saved(ids(0))
     assert int(undo.values[0]) == 2**30 + 1
     mfu.counts[0], mfu._bound = 2**31 - 1, 2**31 - 1
@@ -101,7 +106,7 @@ def test_mfu_counters_never_overflow() -> None:
 def test_mfu_equals_a_plain_counter(batches: list[list[int]], k: int) -> None:
     mfu, model = Mfu(20), Counter[int]()
     for i, batch in enumerate(batches):
-        mfu.observe(ids(*batch))
+        observe(mfu, ids(*batch))
         model.update(batch)
         expected = sorted(sorted((r for r in model if model[r]), key=lambda r: (-model[r], r))[:k])
         assert mfu.select(k).tolist() == expected
@@ -127,20 +132,22 @@ def test_scar_takes_the_rows_that_moved_farthest_since_they_were_saved() -> None
     assert scar.select(2).tolist() == [1, 4]
 
 
-def test_ssu_samples_every_second_batch() -> None:
+@pytest.mark.parametrize("at_once", [1, 2, 3, 5])
+def test_ssu_samples_every_second_batch(at_once: int) -> None:
     ssu = Ssu(16, 8, seed=0)
-    for batch in (ids(3, 1, 3), ids(9), ids(), ids(10), ids(15, 8)):
-        ssu.observe(batch)
+    batches = [ids(3, 1, 3), ids(9), ids(), ids(10), ids(15, 8)]
+    for start in range(0, len(batches), at_once):
+        observe(ssu, *batches[start : start + at_once])
     assert ssu.select(8).tolist() == [1, 3, 8, 15]
     assert len(ssu) == 4
 
 
 def test_ssu_evicts_only_when_full_and_keeps_what_just_came() -> None:
     ssu = Ssu(1000, 100, seed=1)
-    ssu.observe(torch.arange(0, 100))
+    observe(ssu, torch.arange(0, 100))
     assert ssu.select(100).tolist() == list(range(100))
-    ssu.observe(ids())
-    ssu.observe(torch.arange(500, 530))
+    observe(ssu, ids())
+    observe(ssu, torch.arange(500, 530))
     members = ssu.select(100).tolist()
     assert len(members) == len(set(members)) == 100
     assert set(range(500, 530)) <= set(members)
@@ -153,7 +160,7 @@ def test_ssu_is_reproducible_by_its_seed() -> None:
     def members(seed: int) -> list[int]:
         ssu, ids_ = Ssu(1000, 50, seed), torch.Generator().manual_seed(7)
         for _ in range(20):
-            ssu.observe(torch.randint(1000, (40,), generator=ids_))
+            observe(ssu, torch.randint(1000, (40,), generator=ids_))
         return ssu.select(50).tolist()
 
     assert members(3) == members(3) != members(4)
@@ -166,9 +173,9 @@ def test_every_member_is_as_likely_to_be_evicted(new: int) -> None:
     start = torch.cat([torch.arange(0, 256), torch.arange(600, 1880, 5)])  # crowded bytes and lonely rows
     for seed in range(rounds):
         ssu = Ssu(rows, 512, seed)
-        ssu.observe(start)
-        ssu.observe(ids())
-        ssu.observe(torch.arange(2000, 2000 + new))
+        observe(ssu, start)
+        observe(ssu, ids())
+        observe(ssu, torch.arange(2000, 2000 + new))
         left = torch.zeros(rows, dtype=torch.int64)
         left[ssu.select(512)] = 1
         gone[start] += 1 - left[start]
@@ -188,7 +195,7 @@ def test_ssu_is_a_set_of_sampled_ids_no_larger_than_its_capacity(
 ) -> None:
     ssu, sampled = Ssu(41, capacity, seed), set[int]()
     for i, batch in enumerate(batches):
-        ssu.observe(ids(*batch))
+        observe(ssu, ids(*batch))
         sampled |= set(batch) if i % 2 == 0 else set()
         members = ssu.select(capacity).tolist()
         assert len(members) == len(ssu) == min(len(sampled), capacity)
@@ -243,7 +250,7 @@ def test_two_million_rows_are_quick(variant: str) -> None:
     batches = [torch.randint(rows, (16384,), generator=draw) for _ in range(20)]
     start = time.process_time()
     for batch in batches:
-        priority.observe(batch)
+        observe(priority, batch)
     chosen = priority.select(rows // 8)
     priority.saved(chosen)
     # CPU time: about 20 ms and 40 ms; the bound only catches an algorithm of the wrong order.
