@@ -5,8 +5,8 @@
     python -m benchmarks.restored_accuracy --small
 
 A DLRM trains on synthetic Criteo or MovieLens-100k. At evenly spaced steps all rows of all tables are overwritten
-with what a quantized save of them restores to, as if the whole job had been restored then. A raw save restores every bit, so the run without
-restores is the raw one. Results are written as they come in; a run that was cut off goes on.
+with what a quantized save of them restores to, as if the whole job had been restored then. A raw save restores every
+bit, so the run without restores is the raw one. Results are written as they come in; a run that was cut off goes on.
 """
 
 from __future__ import annotations

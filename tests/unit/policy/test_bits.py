@@ -7,7 +7,7 @@ from lightning_cpr.policy.bits import choose_bits, revise_bits
 
 
 @pytest.mark.parametrize(
-    ("expected", "bits"), [(0, 2), (0.4, 2), (1, 2), (1.01, 3), (3, 3), (4, 4), (20, 4), (20.5, 8), (float("inf"), 8)]
+    ("expected", "bits"), [(0, 3), (0.4, 3), (1, 3), (1.01, 4), (3, 4), (3.5, 8), (20, 8), (float("inf"), 8)]
 )
 def test_bits_by_expected_restores(expected: float, bits: int) -> None:
     assert choose_bits(expected) == bits

@@ -64,6 +64,17 @@ def test_imports_of_a_script() -> None:
     assert imports_of(source) == ["a.b", "c"]
 
 
+def test_a_job_runs_with_huge_pages_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda options: seen.append(os.environ["THP_MEM_ALLOC_ENABLE"]))
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    launch.run([__file__])
+    assert "THP_MEM_ALLOC_ENABLE" not in os.environ
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    launch.run([__file__])
+    assert seen == ["1", "0"]
+
+
 def test_torchruns_options_and_ours_share_one_command_line() -> None:
     options = launch.make_parser().parse_args(["--nproc-per-node=2", "--spares=0", "train.py", "--spares", "7"])
     assert (options.nproc_per_node, options.spares, options.max_restarts) == ("2", 0, launch.DEFAULT_MAX_RESTARTS)
