@@ -1,63 +1,48 @@
 """CPRCallback: saves a job's state behind its training and brings back what a failure took.
 
-The hooks are here. What to save or restore is decided in `policy` and `recovery.plan`, done in `saving` and `live`;
-the arguments are checked in `saving.settings`, and `job.root` finds the run to go on with.
+The hooks are here. What to save or restore is decided in `policy` and `recovery.plan`; `saving.cycle` saves,
+`live.coordinator` recovers; the arguments are checked in `saving.settings`, and `job.root` finds the run to go on with.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cpr._lightning import Callback, check_trainer, pl, rank_zero_info
+from lightning_cpr._lightning import Callback, check_trainer, pl
 from lightning_cpr.checkpoint_io import VERSION_KEY, Version
-from lightning_cpr.errors import ConfigError, ForeignRunError, RecoveryError, UnsupportedError
+from lightning_cpr.errors import ConfigError, RecoveryError, UnsupportedError
 from lightning_cpr.faults import FaultInjector
 from lightning_cpr.job import handover, preemption
 from lightning_cpr.job.job import Job
-from lightning_cpr.job.loader import restart_warning
-from lightning_cpr.job.root import Found, find_run, has_newer, is_version_of, rename_state, resume_from
-from lightning_cpr.job.samples import SampleCounter, batches_trained, expected_samples, planned_samples
+from lightning_cpr.job.root import Found, find_run, has_newer, is_version_of, rename_state, resume_from, take_up
+from lightning_cpr.job.run import Run
+from lightning_cpr.job.samples import batches_trained, planned_samples
 from lightning_cpr.job.start_checks import check_memory, check_waits
-from lightning_cpr.live.account import Rejoined, cut_fields, gather_cut, skipped_samples, source_fields, where_lost
-from lightning_cpr.live.early_read import EarlyRead
+from lightning_cpr.live.account import where_lost
+from lightning_cpr.live.coordinator import RecoveryCoordinator
 from lightning_cpr.live.parity import ParityGuard
-from lightning_cpr.live.restorer import Recovered, Restorer
 from lightning_cpr.policy.baseline import BaselinePolicy
 from lightning_cpr.policy.due import Moment
-from lightning_cpr.policy.ledger import Ledger, event_to_json
+from lightning_cpr.policy.ledger import Ledger
 from lightning_cpr.policy.priority import Variant
 from lightning_cpr.recovery.election import is_lost_peer
 from lightning_cpr.recovery.live import Recovery
 from lightning_cpr.recovery.parity.config import ParityConfig
-from lightning_cpr.recovery.plan import Mode
 from lightning_cpr.report.events import EventLog, metrics_of
-from lightning_cpr.saving.chain import Chain
-from lightning_cpr.saving.controller import Bits, Controller, RecoveryChoice
+from lightning_cpr.saving.controller import Bits, RecoveryChoice
 from lightning_cpr.saving.cycle import SaveCycle
-from lightning_cpr.saving.saver import BackgroundSaves, Progress, RunId, SavePlan
+from lightning_cpr.saving.saver import Progress, RunId, SavePlan
 from lightning_cpr.saving.settings import Resume, Settings
 from lightning_cpr.spec import Shard, ShardSpec
-from lightning_cpr.store.save import SaveIO
-from lightning_cpr.store.stage import Stager
 from lightning_cpr.store.storage import Storage
-from lightning_cpr.store.versions import fence, list_versions
 from lightning_cpr.strategy import TorchRecStrategy
-from lightning_cpr.tables.tracker import RowTracker
 
 log = logging.getLogger(__name__)
-
-COUNTS = (
-    "commits", "skipped", "failed", "recoveries", "hooks_lost", "compactions", "compactions_failed",
-    "parity_mismatches", "parity_refused", "parity_broken",
-)  # fmt: skip
-"""What a callback counts over a whole run."""
 
 
 class CPRCallback(Callback):
@@ -144,18 +129,12 @@ class CPRCallback(Callback):
             bits, priority, ratio, priority_tables, exact_close, keep_last, resume, storage_options, timeout_s,
             max_failed_saves, parity,
         )  # fmt: skip
-        self.counts = dict.fromkeys(COUNTS, 0)
-        self.ledger = Ledger(0)
-        self._counter = SampleCounter()
+        self._run = Run()
+        self._recovery: RecoveryCoordinator | None = None
+        self._parity: ParityGuard | None = None
         self._injector: FaultInjector | None = None
-        self._updates_before = 0  # row updates when the batch began
-        self._rejoined: Rejoined | None = None
-        self._early: EarlyRead | None = None
         self._found = Found()
         self._taken: handover.Taken | None = None
-        self._whole = False  # whether the rows are those of a step: not while they are being restored
-        self._planner_state: Any = None
-        self._parity: ParityGuard | None = None
 
     @property
     def root(self) -> str:
@@ -166,14 +145,24 @@ class CPRCallback(Callback):
         return f"CPRCallback[{self.root}]"
 
     @property
+    def counts(self) -> dict[str, int]:
+        """What is counted over the whole run (`job.run.COUNTS`)."""
+        return self._run.counts
+
+    @property
     def samples(self) -> int:
         """Samples trained so far, over all ranks."""
-        return self._counter.samples
+        return self._run.samples
+
+    @property
+    def ledger(self) -> Ledger:
+        """What failures have cost."""
+        return self._run.ledger
 
     @property
     def pls(self) -> float:
         """The portion of lost samples so far (CPR, section 4)."""
-        return self.ledger.pls(self._total_samples())
+        return self._run.pls(self.job.trainer if hasattr(self, "job") else None)
 
     def mark_dirty(self, table: str, rows: Tensor | None = None) -> None:
         """Say that rows of a table (global numbers; None: all) were written by other means than training steps, so that
@@ -182,10 +171,23 @@ class CPRCallback(Callback):
         Raises:
             ConfigError: no such table, or no such rows.
         """
-        if hasattr(self, "_cycle"):
+        if self._at_work:
             self._cycle.saves.tracker.mark(table, rows)
             if self._parity is not None:
                 self._parity.restart_after_step(f"table {table} was written by other means than steps")
+
+    @property
+    def _required(self) -> RecoveryCoordinator:
+        assert self._recovery is not None, "before on_fit_start"
+        return self._recovery
+
+    @property
+    def _at_work(self) -> bool:
+        return self._recovery is not None and self._recovery.started
+
+    @property
+    def _cycle(self) -> SaveCycle:
+        return self._required.cycle
 
     # Set-up and resume
 
@@ -200,7 +202,7 @@ class CPRCallback(Callback):
         parity = self.settings.parity
         if parity is not None and self._parity is None:
             self._parity = ParityGuard(parity, lambda: self.samples, self._emit, self.counts, self.settings.timeout_s)
-        first = [c for c in (self._counter, self._parity) if c is not None]
+        first = [c for c in (self._run.counter, self._parity) if c is not None]
         others = [c for c in callbacks if c is not self and c not in first]
         if any(isinstance(c, CPRCallback) and c.settings.place == self.settings.place for c in others):
             raise ConfigError(f"two CPRCallbacks save to {self.root}: give each its own root")
@@ -208,107 +210,75 @@ class CPRCallback(Callback):
         # counted before them, so that whoever saves at a batch's end has those of that batch, and parity has it too.
         trainer.callbacks = [*first, *others, self]  # type: ignore[attr-defined]
         preemption.attach(trainer)
-        others_save = any(isinstance(c, CPRCallback) for c in others)  # their runs would go on from elsewhere
-        self._hands_over = self.settings.recovery != "full" and not others_save
+        # With several, each would restore versions of its own, and their runs would go on from different steps.
+        self._only = not any(isinstance(c, CPRCallback) for c in others)
+        self._hands_over = self.settings.recovery != "full" and self._only
         self._injector = next((c for c in others if isinstance(c, FaultInjector)), None)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The model is sharded; Lightning restores a ``ckpt_path`` after this."""
-        strategy = trainer.strategy
-        assert isinstance(strategy, TorchRecStrategy)
+        strategy = _strategy(trainer)
         check_waits(strategy.collective_timeout, self.settings.timeout_s)
         self.job: Job = strategy.job.scoped(self.root)
         self.storage = self.job.together(lambda: Storage(self.root, self.settings.storage_options))
         self._events = EventLog(self.storage, self.job.rank)
         if self._injector is not None:
-            self._injector.connect(self._events.emit, lambda: self.job.shards)
+            self._injector.connect(self._events.emit, (lambda: self.job.shards) if self._only else None)
             self.storage.intercept = self._injector.intercept
-        self._run = self.job.together(lambda: RunId.of(self.job, self.job.incarnation))
+        name = self._run.id.run_id or self.job.incarnation  # an earlier fit of this callback has named it
+        self._run.id = self.job.together(lambda: RunId.of(self.job, name))
+        self._recovery = RecoveryCoordinator(
+            self.settings, self.job, self.storage, self._run, self._emit, self._injector, self._parity
+        )
         if self.job.alone:
             return
-        self._found = self.job.from_rank_0(lambda: find_run(self.storage, self._run, self.settings.resume))
-        self._taken = self._take_over(trainer)
+        self._found = self.job.from_rank_0(lambda: find_run(self.storage, self._run.id, self.settings.resume))
+        if self._hands_over:
+            self._taken = handover.take_over(trainer, self.job, self.storage, self._run.id, self._found.run_id)
         if self._taken is not None:
             trainer._checkpoint_connector._loaded_checkpoint = self._taken.checkpoint()
         elif self._found.path is not None:
             resume_from(trainer, self.job, self.storage, self._found.path, self.state_key)
 
-    def _take_over(self, trainer: pl.Trainer) -> handover.Taken | None:
-        """What the processes before these left in shared memory, if it is newer than what the root holds."""
-        run_id = self._found.run_id
-        if run_id is None or not self._hands_over:
-            if self._hands_over:
-                handover.discard(self._run)  # there is no version yet, so that what was left cannot be completed
-            return None
-        run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
-        ref = self.job.from_rank_0(lambda: list_versions(self.storage, run_id)[0])
-        return handover.take(trainer, self.job, run, (ref.epoch, ref.step))
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Everything is restored; take up the run that it came from, or begin one."""
         if self.job.alone:
             return
-        strategy = trainer.strategy
-        assert isinstance(strategy, TorchRecStrategy)
-        job, loaded = self.job, strategy.loaded_version
+        loaded = _strategy(trainer).loaded_version
         from_root = loaded if is_version_of(self.storage, loaded) else None
-        self._take_up(from_root.manifest.run_id if from_root is not None else self._found.run_id)
-        if not self.ledger.total_elements:
-            self.ledger = Ledger(sum(s.elements for s in job.plan if not s.replicated))
-        if job.rank == 0:
-            job.kv.set("epoch", str(self.epoch))
-            if self.epoch:
-                fence(self.storage, self._run.run_id, self.epoch)
-        trainer.strategy.barrier("CPRCallback.on_train_start")
-        self._make_workers(self._make_tracker(), Chain(), self._make_controller(), time.monotonic())
+        take_up(self.job, self.storage, self._run, self._found, from_root)
+        recovery = self._required
+        recovery.start()
         if self._taken is not None:
             self._go_on(trainer, self._taken)
         else:
-            self._begin(trainer, from_root)
-        self._taken, self._whole = None, True
+            self._begin(trainer, loaded, from_root)
+        self._taken, recovery.whole = None, True
         parity = 0 if self._parity is None else self._parity.memory_bytes
-        check_memory(job, self._cycle.saves.tracker.memory_bytes, parity)
+        check_memory(self.job, self._cycle.saves.tracker.memory_bytes, parity)
 
     def _go_on(self, trainer: pl.Trainer, taken: handover.Taken) -> None:
         """The rows of those that survived are here; the others' come from the newest version."""
         taken.stand(trainer)
-        at, failed = Progress(taken.step, self.samples), list(taken.take.decision.lost)
-        self._controller.trained(at.samples, 0.0, None)
-        handed = sorted(taken.take.sources)
-        self._emit(
-            "run_started", run_id=self._run.run_id, epoch=self.epoch, step=at.step, world_size=self.job.world_size,
-            samples=at.samples, total_elements=self.ledger.total_elements, handed_over=handed,
-        )  # fmt: skip
-        if failed:
-            self._controller.failed(failed)
-        recovered = self._restorer.recover_lost(
-            trainer, failed, at, self.epoch, self.ledger, "the other ranks' rows were handed over"
-        )
-        if failed:
-            self._recovered(recovered, failed, at, {"handed_over": handed})
-        if self._parity is not None:
-            self._parity.start(self.job, self._injector, self._parity_prefix, at.step)
+        at, handed = Progress(taken.step, self.samples), sorted(taken.take.sources)
+        self._required.controller.trained(at.samples, 0.0, None)
+        self._emit_started(at, handed_over=handed)
+        self._required.complete(trainer, list(taken.take.decision.lost), at, handed)
+        self._required.protect(at.step)
 
-    def _begin(self, trainer: pl.Trainer, from_root: Version | None) -> None:
-        job, strategy = self.job, trainer.strategy
-        assert isinstance(strategy, TorchRecStrategy)
-        loaded = strategy.loaded_version
-        at = Progress(batches_trained(trainer), self.samples)
-        self._controller.trained(at.samples, 0.0, None)
+    def _begin(self, trainer: pl.Trainer, loaded: Version | None, from_root: Version | None) -> None:
+        """The rows are those of ``loaded``; from_root: if that is a version of this root."""
+        job, at = self.job, Progress(batches_trained(trainer), self.samples)
+        self._required.controller.trained(at.samples, 0.0, None)
         for path in from_root.refused or () if from_root is not None else ():
             self._emit("version_refused", version=path, error="damaged")
-        self._emit(
-            "run_started", run_id=self._run.run_id, epoch=self.epoch, step=at.step, world_size=job.world_size,
-            samples=at.samples, total_elements=self.ledger.total_elements,
-            resumed_from=loaded.name if loaded is not None else None,
-        )  # fmt: skip
-        if self._parity is not None:
-            self._parity.start(job, self._injector, self._parity_prefix, at.step)
+        self._emit_started(at, resumed_from=loaded.name if loaded is not None else None)
+        self._required.protect(at.step)
         if from_root is not None:
             manifest = from_root.manifest
-            job.together(lambda: self._restorer.holds(manifest))
+            job.together(lambda: self._required.restorer.holds(manifest))
             self._cycle.saved_step, self._cycle.closed = manifest.step, Moment(at.step, 0.0)
-            if not job.from_rank_0(lambda: has_newer(self.storage, self._run.run_id, from_root)):
+            if not job.from_rank_0(lambda: has_newer(self.storage, self._run.id.run_id, from_root)):
                 return
         # At once, so that there is a version to recover from before the first interval is over.
         plan = SavePlan(at.step, f"{job.incarnation}-{at.step}", bits=job.broadcast(self._cycle.bits(True)))
@@ -317,80 +287,34 @@ class CPRCallback(Callback):
             # Until it stands, the newest version is one of the future that this run has turned away from.
             self._cycle.wait()
 
-    def _take_up(self, run_id: str | None) -> None:
-        """Go on with a run of this root, or begin one. Where a ``ckpt_path`` from elsewhere was loaded, the root's own
-        run goes on with that: a root holds one run.
-        """
-        if run_id is not None:
-            self._run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
-            self.epoch = self.job.from_rank_0(lambda: list_versions(self.storage, run_id)[0].epoch) + 1
-        elif self._found.foreign:
-            raise ForeignRunError(
-                f"{self.root} cannot be used: {self._found.foreign}. Resume that run with"
-                f" trainer.fit(..., ckpt_path={self.root!r}), which reshards where it must, or choose an empty root."
-            )
-        else:
-            self.epoch = 0
-            rank_zero_info(f"CPRCallback begins run {self._run.run_id} in {self.root}, which holds none yet")
-
-    def _make_tracker(self) -> RowTracker:
-        return self.settings.tracker(self.job, count=self._injector is not None)
-
-    def _make_controller(self) -> Controller:
-        setting = self.settings.setting(self.job)
-        upkeep = None if self._parity is None else self._parity.unhidden_s
-        controller = Controller(self.settings.fixed, setting, self._emit, self.counts["recoveries"], upkeep)
-        controller.restore(self._planner_state)
-        return controller
-
-    def _make_workers(
-        self, tracker: RowTracker, chain: Chain, controller: Controller, started: float, stager: Stager | None = None
-    ) -> None:
-        job, kv, timeout_s = self.job, self.job.kv, self.settings.timeout_s
-        io = SaveIO(self.storage, kv, epoch=lambda: int(kv.get("epoch")), points=self._point, timeout_s=timeout_s)
-        saves = BackgroundSaves(
-            job, self._run, io, tracker, chain, self.settings.incremental, self.settings.keep, stager
-        )
-        self._controller, self._started = controller, started
-        self._cycle = SaveCycle(self.settings, job, saves, controller, self._emit, self.counts, started)
-        self._restorer = Restorer(
-            job, self.storage, self._run.run_id, saves, timeout_s, self._emit, self._cycle.take, self._parity
-        )
-
-    @property
-    def _parity_prefix(self) -> str:
-        return f"parity/{self.epoch}"
-
-    def _point(self, point: str, step: int) -> None:
-        if self._injector is not None:
-            self._injector.at_point(point, step)
+    def _emit_started(self, at: Progress, **how: Any) -> None:
+        self._emit(
+            "run_started", run_id=self._run.id.run_id, epoch=self._run.epoch, step=at.step, samples=at.samples,
+            world_size=self.job.world_size, total_elements=self.ledger.total_elements, **how,
+        )  # fmt: skip
 
     # Training
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
-        if self.job.alone:
-            if self._parity is None:  # which would write to the same rows
-                self._early = EarlyRead(self.storage, [s for s in self.job.owned if not s.spec.replicated])
-        else:
-            self._updates_before = self._cycle.saves.tracker.updates
+        self._required.batch_begins()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         lost = self._injector.take_wiped() if self._injector is not None else []
         if lost:
-            self._recover(trainer, lost, Progress(batches_trained(trainer), self.samples))
+            self._required.recover(trainer, lost, Progress(batches_trained(trainer), self.samples))
         step = batches_trained(trainer)
-        if self._rejoined is not None and self._rejoined.stepped(step):
-            self._tell_rejoined()
-        self._cycle.do_announced(trainer, Progress(step, self.samples), self.epoch, self.ledger)
+        self._required.batch_ended(step)
+        self._cycle.do_announced(trainer, Progress(step, self.samples), self._run.epoch, self.ledger)
         if self.job.rank == 0:
             self._report_progress(step + 1)
-            self._cycle.announce_next(step + 1, self.epoch)
+            self._cycle.announce_next(step + 1, self._run.epoch)
 
     def _report_progress(self, step: int) -> None:
         now = self._cycle.now(step)
-        self._controller.report(self.samples, now.seconds, planned_samples(self.job.trainer, self.samples))
+        planned = planned_samples(self.job.trainer, self.samples)
+        self._required.controller.report(self.samples, now.seconds, planned)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Flush: the last state is saved, and committed, before fit returns."""
@@ -409,134 +333,34 @@ class CPRCallback(Callback):
             told = {"where": where_lost(trainer), "error": str(exception).partition("\n")[0]}
             log.error("no recovery in place %s: %s", *told.values())
             self._events.emit("stepped_down", step=batches_trained(trainer), **told)
-        if hasattr(self, "_cycle"):
+        if self._at_work:
             self._cycle.saves.io.cancel.set()
             self._cycle.saves.close(timeout=0.0)
-            if self._whole and self._hands_over:
-                handover.leave(trainer, self.job, self._run, self.epoch, exception)
+            if self._required.whole and self._hands_over:
+                handover.leave(trainer, self.job, self._run.id, self._run.epoch, exception)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if hasattr(self, "_cycle"):
+        if self._at_work:
             self._cycle.saves.close(self.settings.timeout_s)
             self._cycle.saves.tracker.close()
 
-    # Recovery
-
-    def _recover(self, trainer: pl.Trainer, failed: list[int], at: Progress) -> None:
-        self.epoch += 1
-        if self._parity is not None:
-            self._parity.new_epoch(self._parity_prefix)
-        self._whole = False
-        self._controller.failed(failed)
-        recovered = self._restorer.recover(trainer, failed, at, self.epoch, self._choose, self.ledger)
-        self._whole = True
-        self._recovered(recovered, failed, at, {})
+    # `live.recovery.RecoveryHook`
 
     def restore_shards(self, recovery: Recovery, lost: Sequence[ShardSpec], shards: Sequence[Shard]) -> None:
-        """A process died and was replaced: its shards come back (`live.recovery.RecoveryHook`)."""
-        trainer, decision = self.job.trainer, recovery.decision
-        strategy = trainer.strategy
-        assert isinstance(strategy, TorchRecStrategy)
-        stager = None if recovery.lost else self._cycle.saves.abandon(self.settings.timeout_s)
-        done = 0 if recovery.lost else self._cycle.saves.tracker.updates - self._updates_before
-        cut, own_samples = gather_cut(recovery, done, self.samples), self.samples
-        # What the donor knows of the run; a replacement knows nothing, be it rank 0.
-        told: list[Any] = [None]
-        if self.job.rank == decision.donor:
-            told = [(self._run.run_id, self.epoch, self.state_dict(), self._cycle.closed)]
-        dist.broadcast_object_list(told, src=decision.donor)
-        run_id, epoch, state, closed = told[0]
-        self._run = RunId(run_id, self._run.config_fingerprint, self._run.plan_fingerprint)
-        self.load_state_dict(state)
-        if not recovery.lost:
-            self._counter.samples = own_samples  # the donor's loop may be a batch ahead
-        self.epoch = epoch + 1
-        self.job.rejoin(strategy.job.incarnation, recovery.epoch)
-        if recovery.lost:
-            self._make_workers(self._make_tracker(), Chain(), self._make_controller(), time.monotonic())
-        else:
-            self._make_workers(self._cycle.saves.tracker, Chain(), self._controller, self._started, stager)
-        self._cycle.closed = closed
-        if self._parity is not None:
-            self._parity.rejoin(self.job, self._injector, self._parity_prefix, decision.donor, recovery.lost)
-        failed = sorted({spec.owner for spec in lost} | set(decision.lost))
-        self._controller.failed(failed)
-        at = Progress(decision.step, state["samples"])
-        recovered = self._restorer.recover_lost(
-            trainer, failed, at, self.epoch, self.ledger, "a process died and was replaced",
-            skipped_samples(recovery, cut), self._early, rewinds=self.settings.recovery == "full",
-        )  # fmt: skip
-        self._whole = True
-        more = {"replaced": True, "error": recovery.error, "sources": source_fields(lost, recovered.plan.sources)}
-        self._recovered(recovered, failed, at, more | cut_fields(recovery, cut))
-        self._updates_before = self._cycle.saves.tracker.updates
+        """A process died and was replaced: its shards come back."""
+        self._required.restore_shards(recovery, lost, _strategy(self.job.trainer).job.incarnation)
 
     def on_recovered(self, recovery: Recovery, lost: Sequence[ShardSpec]) -> None:
-        """All stand together again (`live.recovery.RecoveryHook`)."""
-        self._rejoined = Rejoined(recovery, self.job.kv)
-
-    def _tell_rejoined(self) -> None:
-        assert self._rejoined is not None
-        rejoined, self._rejoined = self._rejoined, None
-        self._emit("rejoined", epoch=self.epoch, step=batches_trained(self.job.trainer), **rejoined.fields())
-
-    def _recovered(self, recovered: Recovered, failed: list[int], at: Progress, more: dict[str, Any]) -> None:
-        self.ledger = recovered.ledger
-        if recovered.rewound is not None:
-            self._counter.samples = recovered.rewound.samples
-        self.counts["recoveries"] += 1
-        step = at.step if recovered.rewound is None else recovered.rewound.step
-        self._cycle.reset(step, bool(recovered.rewound))
-        source = next(iter(recovered.plan.sources.values()))
-        if self._parity is not None and source.kind != "parity":
-            self._parity.restart(step, f"rows came back from {source.name}")
-        self._controller.recovered(
-            "parity" if source.kind == "parity" else recovered.plan.mode, recovered.seconds, self.samples, self.pls
-        )
-        if self.job.rank == 0:
-            log.warning(
-                "%s recovery of rank %s after batch %d (%s): %d rows from %s in %.2f s, PLS %.4f",
-                recovered.plan.mode, ", ".join(map(str, failed)), at.step, recovered.plan.reason, recovered.rows,
-                source.name, recovered.seconds, self.pls,
-            )  # fmt: skip
-        self._emit(
-            "recovery", mode=recovered.plan.mode, reason=recovered.plan.reason, failed=failed, step=at.step,
-            epoch=self.epoch, source=source.kind, version=source.name, bytes_read=recovered.bytes_read,
-            rows=recovered.rows, seconds=round(recovered.seconds, 6), pls=self.pls,
-            lost_row_updates=recovered.lost_updates, lost_row_updates_exact=recovered.lost_exact,
-            total_samples=self._total_samples(), ledger=event_to_json(recovered.event), **more,
-        )  # fmt: skip
-
-    def _choose(self, failed: Sequence[int], after: Ledger, lost_samples: int) -> tuple[Mode, str]:
-        """Rank 0: how to recover. after: the ledger if it is partial; lost_samples: since the newest exact version."""
-        trainer = self.job.trainer
-        seconds = self._cycle.now(0).seconds
-        self._controller.trained(self.samples, seconds, planned_samples(trainer, self.samples))
-        loader = trainer.fit_loop._combined_loader
-        assert loader is not None
-        replays = restart_warning(loader.flattened, batches=1) is None
-        return self._controller.choose(failed, after.pls(self._total_samples()), lost_samples, replays)
-
-    def _total_samples(self) -> int:
-        return expected_samples(self.job.trainer, self.samples) if hasattr(self, "job") else self.samples
+        """All stand together again."""
+        self._required.on_recovered(recovery)
 
     # State and reporting
 
     def state_dict(self) -> dict[str, Any]:
-        planner = self._controller.state.to_json() if hasattr(self, "_controller") else None
-        return {
-            "samples": self.samples,
-            "ledger": self.ledger.to_json(),
-            "counts": dict(self.counts),
-            "planner": planner,
-        }
+        return self._run.state_dict(None) if self._recovery is None else self._recovery.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._counter.samples = state_dict["samples"]
-        self.ledger = Ledger.from_json(state_dict["ledger"])
-        # A rewind brings back the state of an earlier step, which does not undo what has happened since.
-        self.counts |= {name: max(count, self.counts.get(name, 0)) for name, count in state_dict["counts"].items()}
-        self._planner_state = state_dict.get("planner")
+        self._run.load_state_dict(state_dict)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -567,3 +391,9 @@ class CPRCallback(Callback):
         trainer = self.job.trainer
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _strategy(trainer: pl.Trainer) -> TorchRecStrategy:
+    strategy = trainer.strategy
+    assert isinstance(strategy, TorchRecStrategy)  # `CPRCallback.setup` has refused all others
+    return strategy

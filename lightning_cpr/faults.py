@@ -198,8 +198,10 @@ class FaultInjector(pl.Callback):
         wiped, self._wiped = self._wiped, []
         return sorted(set(wiped))
 
-    def connect(self, emit: Callable[..., Any], local_shards: Callable[[], Iterable[Shard]]) -> None:
-        """Called by `CPRCallback`: where fired faults are logged, and the shards that a wipe overwrites."""
+    def connect(self, emit: Callable[..., Any], local_shards: Callable[[], Iterable[Shard]] | None) -> None:
+        """Called by `CPRCallback`: where fired faults are logged, and the shards that a wipe overwrites; None: it could
+        not restore them alone.
+        """
         self._emit, self._local_shards = emit, local_shards
 
     def intercept(self, path: str, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
@@ -235,6 +237,7 @@ class FaultInjector(pl.Callback):
         late = [f for f in self.faults if f.rank >= trainer.world_size]
         if late:
             raise ConfigError(f"{late[0]}: this job has {trainer.world_size} ranks")
+        self._check_wipes(self.faults)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if self._replaces:  # what was due up to this batch was due in the process that died
@@ -251,6 +254,7 @@ class FaultInjector(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         step = _batch(trainer)
         wipes = [f for f in self.faults if f.kind == "wipe" and f.step == step and f.attempt in (None, self._attempt)]
+        self._check_wipes(wipes)
         for fault in wipes:
             self.faults.remove(fault)
             self._wiped.append(fault.rank)
@@ -285,9 +289,16 @@ class FaultInjector(pl.Callback):
         elif fault.kind == "raise":
             raise FaultInjectedError(f"injected at step {fault.step}, point {fault.point}, rank {fault.rank}")
 
+    def _check_wipes(self, faults: Iterable[Fault]) -> None:
+        """On all ranks alike, before anything is lost."""
+        if self._local_shards is None and any(fault.kind == "wipe" for fault in faults):
+            raise ConfigError(
+                "wiping shards needs exactly one CPRCallback in the Trainer: nothing else could restore them, and"
+                " several would each restore versions of their own"
+            )
+
     def _overwrite(self, fault: Fault) -> None:
-        if self._local_shards is None:
-            raise ConfigError("wiping shards needs a CPRCallback in the same Trainer: nothing else could restore them")
+        assert self._local_shards is not None
         generator = torch.Generator().manual_seed(fault.step)
         with torch.no_grad():
             for shard in self._local_shards():

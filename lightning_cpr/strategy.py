@@ -29,36 +29,21 @@ from lightning_cpr._lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_cpr.checkpoint_io import (
-    VERSION_KEY,
-    CPRCheckpointIO,
-    Version,
-    restore_soundest,
-)
+from lightning_cpr.checkpoint_io import CPRCheckpointIO, Version
 from lightning_cpr.errors import CommitError, ConfigError
 from lightning_cpr.job.dense_sync import DenseRedirection
 from lightning_cpr.job.job import Job
 from lightning_cpr.job.loader import tracked, warn_of_a_restart
 from lightning_cpr.job.rendezvous import join_afresh
-from lightning_cpr.job.state import set_rng_state
+from lightning_cpr.job.resume import Resumption
 from lightning_cpr.job.training_checks import check_training
 from lightning_cpr.live.recovery import LiveRecovery, under_guardian
 from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.tables import sharding
-from lightning_cpr.tables.dense import (
-    dense_optimizer_state,
-    dense_state,
-    load_dense_optimizer_state,
-    load_dense_state,
-)
+from lightning_cpr.tables.dense import dense_optimizer_state, dense_state, load_dense_optimizer_state
 from lightning_cpr.tables.rebind import tables_uninitialised
 from lightning_cpr.tables.sharding import PlanLike, World
-from lightning_cpr.tables.table_optim import (
-    FusedRates,
-    claim_tables,
-    drop_fused,
-    tables_optimizer,
-)
+from lightning_cpr.tables.table_optim import FusedRates, claim_tables, drop_fused, tables_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +97,7 @@ class TorchRecStrategy(DDPStrategy):
         self._sharders = sharders
         self._topology = topology
         self._forward_redirection = DenseRedirection()
-        self.loaded_version: Version | None = None
-        self._rng: dict[str, Any] | None = None
+        self._resumption: Resumption | None = None
         self._rates: FusedRates | None = None
         self._table_optimizers: list[Optimizer] = []
         self.live = LiveRecovery(self) if under_guardian() else None
@@ -180,7 +164,7 @@ class TorchRecStrategy(DDPStrategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
         self.job = Job(trainer)
-        self.loaded_version, self._rng = None, None
+        self._resumption = Resumption(self.job, self._rates)
         self.checkpoint_io.attach(self.job)
         if self.live is not None:
             self.live.setup(trainer)
@@ -374,45 +358,24 @@ class TorchRecStrategy(DDPStrategy):
             IncompatiblePlanError: on every rank, if they fit the model on none. No tensor was changed.
             CorruptShardError: on every rank, if the version was asked for by name; else the one before it is used.
         """
-        model = self.lightning_module
-        assert model is not None
-        if VERSION_KEY not in checkpoint:
-            raise ConfigError("the checkpoint was not loaded by CPRCheckpointIO, so nothing says where its tables are")
-        version: Version | None = checkpoint[VERSION_KEY]
-        if version is None:  # a survivor's dense state, in a live recovery or a hand-over: rows come from elsewhere
-            load_dense_state(model, checkpoint["state_dict"], strict=strict)
-            if self._rates is not None:
-                self._rates.restored()
-            self._rng = checkpoint.get("rng")
-            return
-        # Lightning goes on with this very dict, and has shown it to the module.
-        assert isinstance(checkpoint, dict)
-        if restore_soundest(self.job, checkpoint, model, self.optimizers, strict=strict):
-            model.on_load_checkpoint(checkpoint)
-        if self._rates is not None:
-            self._rates.restored()
-        self.job.together(lambda: load_dense_state(model, checkpoint["state_dict"], strict=strict))
-        self.loaded_version, self._rng = checkpoint[VERSION_KEY], checkpoint.get("rng")
+        assert self.lightning_module is not None
+        assert self._resumption is not None
+        self._resumption.load(checkpoint, self.lightning_module, self.optimizers, strict)
+
+    @property
+    def loaded_version(self) -> Version | None:
+        """The version that the rows were read from."""
+        return None if self._resumption is None else self._resumption.version
 
     def on_train_start(self) -> None:
-        if self.loaded_version is not None and self.lightning_module is not None and self.is_global_zero:
-            warn_of_a_restart(self.lightning_module.trainer)
-        self._restore_rng()
-
-    def _restore_rng(self) -> None:
-        """Random streams are restored as late as can be: making loaders and the sanity check draw from them."""
+        assert self.lightning_module is not None
+        assert self._resumption is not None
+        trainer = self.lightning_module.trainer
+        if self.loaded_version is not None and self.is_global_zero:
+            warn_of_a_restart(trainer)
         if self.live is not None:
             self.live.on_train_start()
-        if self._rng is None or self.lightning_module is None:
-            return
-        set_rng_state(self._rng)
-        self._rng = None
-        loop = self.lightning_module.trainer.fit_loop
-        assert loop._data_fetcher is not None
-        progress = loop.epoch_loop.batch_progress
-        if progress.is_last_batch or not progress.current.ready:
-            # At an epoch's start, where the uninterrupted run makes the loader's iterator.
-            iter(loop._data_fetcher)
+        self._resumption.restore_rng(trainer.fit_loop)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """A stateful training loader is tracked, so that a resume repeats and skips nothing."""

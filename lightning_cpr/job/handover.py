@@ -2,7 +2,7 @@
 that survived from host shared memory (`recovery.stash`), with the dense part and the place in the run of the most
 advanced one. Only the lost ranks' shards come from the store.
 
-`leave` runs in the process that ends, on the error of a lost peer; `take` in the one that comes after it.
+`leave` runs in the process that ends, on the error of a lost peer; `take_over` in the one that comes after it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from lightning_cpr.recovery.live import broadcast_bytes
 from lightning_cpr.recovery.stash import Key, Stash
 from lightning_cpr.saving.saver import RunId
 from lightning_cpr.store.blob import decode_blob, encode_blob
+from lightning_cpr.store.storage import Storage
+from lightning_cpr.store.versions import list_versions
 from lightning_cpr.tables.replicas import load_replicated_state, replicated_state
 from lightning_cpr.tables.scalars import fused_scalars, load_fused_scalars
 
@@ -170,13 +172,21 @@ class Taken:
             skip_batches(trainer.fit_loop, progress.current.ready)
 
 
-def take(trainer: pl.Trainer, job: Job, run: RunId, newest: tuple[int, int]) -> Taken | None:
-    """What the job before this one left, if it serves; it is removed from shared memory in any case. A collective.
-
-    newest: (epoch, step) of the newest version of the run.
+def take_over(trainer: pl.Trainer, job: Job, storage: Storage, run: RunId, run_id: str | None) -> Taken | None:
+    """What the processes before these left in shared memory, if it is newer than what ``storage`` holds of the run
+    ``run_id``; it is removed in any case. None: there is no version yet that could complete it. A collective.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
+    if run_id is None:
+        stashes.find(SHM, _key(run))
+        return None
+    ref = job.from_rank_0(lambda: list_versions(storage, run_id)[0])
+    return _take(trainer, job, replace(run, run_id=run_id), (ref.epoch, ref.step))
+
+
+def _take(trainer: pl.Trainer, job: Job, run: RunId, newest: tuple[int, int]) -> Taken | None:
+    """newest: (epoch, step) of the newest version of the run."""
     found, whole = job.together(lambda: _find(_key(run)))
     everybody: list[Any] = [None] * job.world_size
     dist.all_gather_object(everybody, (host_id(), whole))
@@ -205,12 +215,6 @@ def take(trainer: pl.Trainer, job: Job, run: RunId, newest: tuple[int, int]) -> 
             sorted(chosen.sources), taken.step, list(chosen.decision.lost),
         )  # fmt: skip
     return taken
-
-
-def discard(run: RunId) -> None:
-    """Remove what earlier processes of this job have left: ``run`` begins anew."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        stashes.find(SHM, _key(run))
 
 
 def _find(key: Key) -> tuple[list[Stash], list[tuple[Stash, dict[str, Any]]]]:

@@ -7,12 +7,15 @@ from typing import Any
 
 from lightning_cpr._lightning import pl, rank_zero_info
 from lightning_cpr.checkpoint_io import VERSION_KEY, Version, load_sound
+from lightning_cpr.errors import ForeignRunError
 from lightning_cpr.job.job import Job
+from lightning_cpr.job.run import Run
+from lightning_cpr.policy.ledger import Ledger
 from lightning_cpr.saving.saver import RunId
 from lightning_cpr.saving.settings import Resume
 from lightning_cpr.store.manifest import FOLDER, same_rows
 from lightning_cpr.store.storage import Storage
-from lightning_cpr.store.versions import load_manifest, newest
+from lightning_cpr.store.versions import fence, list_versions, load_manifest, newest
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,12 @@ class Found:
 
 
 def find_run(storage: Storage, run: RunId, resume: Resume) -> Found:
-    """What lies in a root, seen by a job with the fingerprints of ``run``."""
+    """What lies in a root, seen by a job that is ``run``: one of that name is its own, of an earlier fit."""
     found = newest(storage)
     manifest = found.manifest
     if manifest is None:
         return Found(foreign=found.why if found.skipped else "")
-    if resume == "never":
+    if resume == "never" and manifest.run_id != run.run_id:
         return Found(foreign=f"it holds run {manifest.run_id} at step {manifest.step}, and resume='never'")
     if manifest.config_fingerprint != run.config_fingerprint:
         return Found(foreign=f"its run {manifest.run_id} has other tables or another model than this job")
@@ -40,6 +43,35 @@ def find_run(storage: Storage, run: RunId, resume: Resume) -> Found:
             " number of ranks may change says CPRCallback(resume='reshard'))"
         )
     return Found(manifest.path, manifest.run_id)
+
+
+def take_up(job: Job, storage: Storage, run: Run, found: Found, loaded: Version | None) -> None:
+    """Go on with the run of ``loaded``, which is a version of this root, or else with the one that was found here, or
+    begin one: ``run`` gets its name and a new epoch, and earlier ones are fenced off. Where a ``ckpt_path`` from
+    elsewhere was loaded, the root's own run goes on with that: a root holds one run. A collective.
+
+    Raises:
+        ForeignRunError: what was found here is not to be gone on with.
+    """
+    run_id = loaded.manifest.run_id if loaded is not None else found.run_id
+    if run_id is not None:
+        run.id = run.named(run_id)
+        run.epoch = job.from_rank_0(lambda: list_versions(storage, run_id)[0].epoch) + 1
+    elif found.foreign:
+        raise ForeignRunError(
+            f"{storage.root} cannot be used: {found.foreign}. Resume that run with"
+            f" trainer.fit(..., ckpt_path={storage.root!r}), which reshards where it must, or choose an empty root."
+        )
+    else:
+        run.epoch = 0
+        rank_zero_info(f"CPRCallback begins run {run.id.run_id} in {storage.root}, which holds none yet")
+    if not run.ledger.total_elements:
+        run.ledger = Ledger(sum(s.elements for s in job.plan if not s.replicated))
+    if job.rank == 0:
+        job.kv.set("epoch", str(run.epoch))
+        if run.epoch:
+            fence(storage, run.id.run_id, run.epoch)
+    job.trainer.strategy.barrier("lightning_cpr.take_up")
 
 
 def resume_from(trainer: pl.Trainer, job: Job, storage: Storage, path: str, state_key: str) -> None:

@@ -6,6 +6,8 @@ import argparse
 import os
 import tempfile
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_cpr.errors import ConfigError
@@ -47,7 +49,7 @@ def run(argv: Sequence[str]) -> None:
     """Run a job on this host, as torchrun does, and wait for it.
 
     Raises:
-        ConfigError: options that contradict each other, or no such script.
+        ConfigError: options that contradict each other, or no such script or module.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: the job failed; it holds the first failure.
     """
     from torch.distributed import run as torchrun
@@ -55,7 +57,9 @@ def run(argv: Sequence[str]) -> None:
     options = make_parser().parse_args(argv)
     if options.no_python or options.run_path:
         raise ConfigError("lightning-cpr run starts Python scripts and modules: leave out --no-python and --run-path")
-    if not options.module and not Path(options.training_script).is_file():
+    if options.module:
+        _check_module(options.training_script)
+    elif not Path(options.training_script).is_file():
         raise ConfigError(f"no script {options.training_script!r}; a module is named with -m")
     own = {name: getattr(options, name) for name in ("spares", "preload", "max_replacements", "window", "hang_timeout")}
     passed = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
@@ -73,3 +77,25 @@ def run(argv: Sequence[str]) -> None:
             stash.remove_of_agent(SHM, stash.agent_of(os.getpid()))  # left for a restart that will not come
             for name in added:
                 del os.environ[name]
+
+
+def _check_module(name: str) -> None:
+    """Whether ``-m name`` finds something to run from the current directory, as it will on the ranks. Imports nothing:
+    what is in a package is for the ranks.
+
+    Raises:
+        ConfigError: there is no such module, or it is a package that cannot be run.
+    """
+    parts = name.split(".")
+    spec = PathFinder.find_spec(parts[0], [os.getcwd()]) or (find_spec(parts[0]) if parts[0] else None)
+    for depth in range(2, len(parts) + 1):
+        spec = _within(spec, ".".join(parts[:depth]))
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _within(spec, f"{name}.__main__")
+    if spec is None:
+        raise ConfigError(f"no module {name!r} to run; a script is named without -m")
+
+
+def _within(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
+    places = None if package is None else package.submodule_search_locations
+    return None if places is None else PathFinder.find_spec(name, list(places))

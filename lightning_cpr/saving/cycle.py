@@ -43,7 +43,7 @@ class SaveCycle:
         started: float,
     ) -> None:
         self._settings, self._job, self.saves, self._controller = settings, job, saves, controller
-        self._emit, self._counts, self._started = emit, counts, started
+        self._emit, self._counts, self.started = emit, counts, started
         self.closed: Moment | None = None
         self._prioritised: Moment | None = None
         self.saved_step = -1
@@ -52,7 +52,7 @@ class SaveCycle:
         self._failed_at: float | None = None  # since no save was begun
 
     def now(self, step: int) -> Moment:
-        return Moment(step, time.monotonic() - self._started)
+        return Moment(step, time.monotonic() - self.started)
 
     def reset(self, step: int, rewound: bool) -> None:
         """A recovery has changed rows; the next save cannot be left out. rewound: all went back to ``step``."""

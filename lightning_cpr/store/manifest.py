@@ -26,7 +26,7 @@ CHUNKS = "chunks"
 SIBLING = "cpr-chunks"
 """Where the chunks of a version lie whose manifest is at a path of its own."""
 _COMPACTED = "-c"
-_HEAD = b'{"blake2b":"'
+HEAD = b'{"blake2b":"'
 _MIDDLE = b'","manifest":'
 _TAIL = b"}\n"
 _DIGEST = 64
@@ -221,18 +221,18 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 def seal(body: Any) -> bytes:
     """JSON ``body`` under its own digest."""
     raw = json.dumps(body, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
-    return _HEAD + digest(raw).encode() + _MIDDLE + raw + _TAIL
+    return HEAD + digest(raw).encode() + _MIDDLE + raw + _TAIL
 
 
 def unseal(raw: bytes | bytearray, name: str) -> Any:
     """The body that `seal` took; `CorruptShardError` naming ``name`` unless every byte is as written."""
-    start = len(_HEAD) + _DIGEST
+    start = len(HEAD) + _DIGEST
     if not raw:
         raise CorruptShardError(f"{name}: is empty (a torn write); use an older version")
-    if raw[: len(_HEAD)] != _HEAD or raw[start : start + len(_MIDDLE)] != _MIDDLE:
+    if raw[: len(HEAD)] != HEAD or raw[start : start + len(_MIDDLE)] != _MIDDLE:
         raise ManifestError(f"{name}: is no manifest of lightning_cpr, or its first bytes are damaged")
     body = raw[start + len(_MIDDLE) : -len(_TAIL)]
-    if raw[-len(_TAIL) :] != _TAIL or digest(body).encode() != raw[len(_HEAD) : start]:
+    if raw[-len(_TAIL) :] != _TAIL or digest(body).encode() != raw[len(HEAD) : start]:
         raise CorruptShardError(f"{name}: {len(raw)} bytes do not match the digest in them; use an older version")
     return json.loads(body)
 

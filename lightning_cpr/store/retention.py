@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 3600.0
 
+UNREADABLE = "nothing was removed: what it needs is unknown. If it is beyond repair, delete that object"
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -154,7 +156,7 @@ def plan_removal(
         file
         for folder in _folders(storage, run_id)
         for file in storage.list(folder) or []
-        if not file.is_dir and file.path not in needed and _old(file, now, grace_s)
+        if not file.is_dir and file.path not in needed and is_old(file, now, grace_s)
     ]
     return Removal(run_id, keep, going, tuple(files))
 
@@ -183,12 +185,11 @@ def _manifests(storage: Storage, run_id: str) -> list[tuple[VersionRef, Manifest
         try:
             found.append((ref, load_manifest(storage, ref)))
         except (ManifestError, CorruptShardError) as error:
-            remedy = "nothing was removed: what it needs is unknown. If it is beyond repair, delete that object"
-            raise type(error)(f"{error}; {remedy}") from error
+            raise type(error)(f"{error}; {UNREADABLE}") from error
     return found
 
 
-def _old(file: Listed, now: float, grace_s: float) -> bool:
+def is_old(file: Listed, now: float, grace_s: float) -> bool:
     """A file whose age is unknown may belong to a save in flight."""
     if not file.modified:
         log.warning("%s is not needed but stays: the storage does not say how old it is", file.path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_cpr.store.manifest import FOLDER, SIBLING
+from lightning_cpr.store.orphans import Orphan, find_orphans, remove_orphans
 from lightning_cpr.store.retention import Removal, Rules, plan_removal, remove_planned, run_of
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.tools.show import add, show, size, table
@@ -23,11 +25,11 @@ def gc_command(
     """Remove versions that no rule keeps, and files that no version needs.
 
     A version is kept if any rule says so; without rules all are, and only leftovers of killed saves go. The newest
-    version and the newest exact one always stay, with all files that they need. Other runs, and the checkpoints of
-    Lightning's ModelCheckpoint, are never touched.
+    version and the newest exact one always stay, with all files that they need. Other runs are never touched. Of
+    checkpoints that Lightning's ModelCheckpoint saved here, only chunks go that no checkpoint beside them needs.
 
     Args:
-        root: The root.
+        root: The root, or a folder of checkpoints.
         keep_last: Keep the newest so many versions.
         keep_age: Keep versions younger than this, e.g. 7d.
         keep_every: Keep the first exact version of each so many training steps.
@@ -38,9 +40,15 @@ def gc_command(
     """
     rules = Rules(keep_last, None if keep_age is None else seconds(keep_age), keep_every)
     storage = Storage(root, storage_options)
-    removal = plan_removal(storage, run_of(storage, run_id), rules, seconds(grace))
-    removed = len(removal.files) if dry_run else len(remove_planned(storage, removal))
-    _report(storage.root, removal, removed, dry_run)
+    orphans = find_orphans(storage, seconds(grace))
+    if run_id is not None or storage.list(FOLDER) or not storage.list(SIBLING):
+        removal = plan_removal(storage, run_of(storage, run_id), rules, seconds(grace))
+        removed = len(removal.files) if dry_run else len(remove_planned(storage, removal))
+        _report(storage.root, removal, removed, dry_run)
+    if not dry_run:
+        remove_orphans(storage, orphans)
+    for orphan in orphans:
+        _report_orphan(orphan, dry_run)
     return 0
 
 
@@ -53,3 +61,9 @@ def _report(root: str, removal: Removal, removed: int, dry_run: bool) -> None:
         add(made, ref.version, verb)
     show(made)
     show(f"{verb}: {len(removal.versions)} versions and {removed} files, {size(removal.bytes)}")
+
+
+def _report_orphan(orphan: Orphan, dry_run: bool) -> None:
+    verb, total = "would be removed" if dry_run else "removed", size(sum(file.bytes for file in orphan.files))
+    what = f"{len(orphan.files)} files of a checkpoint that was never finished, {total}"
+    show(f"{verb}: {what} ({SIBLING}/{orphan.version})")

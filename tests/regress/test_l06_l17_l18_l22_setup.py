@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_cpr import CPRCallback, CPRCheckpointIO
+from lightning_cpr import CPRCallback, CPRCheckpointIO, FaultInjector
 from lightning_cpr._lightning import AsyncCheckpointIO, DDPStrategy, pl
 from lightning_cpr.errors import (
     ConfigError,
@@ -208,6 +208,12 @@ def refusals(rank: int, world: int, folder: str) -> dict[str, str]:
             trainer.fit(model, stateful_loader(rank))
         except ForeignRunError as error:
             found[name] = str(error)
+    pair = [CPRCallback(f"{folder}/{name}", save_every_n_steps=9) for name in ("one", "two")]
+    wipe = FaultInjector().wipe(rank=0, step=1)
+    try:
+        make_trainer(world, TorchRecStrategy(plan=PLAN), callbacks=[wipe, *pair]).fit(Tiny(), stateful_loader(rank))
+    except ConfigError as error:
+        found["wipe"] = str(error)
     return found
 
 
@@ -227,6 +233,14 @@ def make_run(rank: int, world: int, root: str) -> list[str]:
         )  # fmt: skip
         trainer.fit(Tiny(), stateful_loader(rank))
         assert trainer.global_step == steps
+    callback = CPRCallback(f"{root}-own", save_every_n_steps=9, resume="never")  # of this run it may, in a second fit
+    for steps in (2, 4):
+        trainer = make_trainer(
+            world, TorchRecStrategy(plan=PLAN), max_steps=steps, max_epochs=9, callbacks=[callback]
+        )  # fmt: skip
+        trainer.fit(Tiny(), stateful_loader(rank))
+        assert trainer.global_step == steps
+    assert [ref.step for ref in list_versions(Storage(f"{root}-own"))] == [4, 2, 0]
     return [text for text in said if text.startswith("CPRCallback")]
 
 
@@ -236,9 +250,11 @@ def test_x02_a_path_that_serves_nothing_says_what_is_there(tmp_path: Path) -> No
     (tmp_path / "o").mkdir()
     (tmp_path / "o/notes.txt").write_text("")
     said, _ = run_ranks(make_run, 2, str(tmp_path / "run"), timeout=120)
-    assert [text.split()[1] for text in said] == ["begins", "resumes", "resumes", "resumes"]
+    assert [text.split()[1] for text in said] == ["begins", "resumes", "resumes", "resumes", "begins", "resumes"]
     steps = ["step 2", "step 3", "step 4"]
-    assert [text.rpartition(", ")[2] for text in said] == ["which holds none yet", *steps]
+    assert [text.rpartition(", ")[2] for text in said] == [
+        "which holds none yet", *steps, "which holds none yet", "step 2",
+    ]  # fmt: skip
     first, second = run_ranks(refusals, 2, str(tmp_path), timeout=120)
     assert first == second
     assert "no such folder" in first["missing"]
@@ -249,3 +265,4 @@ def test_x02_a_path_that_serves_nothing_says_what_is_there(tmp_path: Path) -> No
     assert f"ckpt_path='{tmp_path}/run'" in first["foreign"]
     assert "has other tables or another model" in first["model"]
     assert "at step 5, and resume='never'" in first["never"]
+    assert "needs exactly one CPRCallback" in first["wipe"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -39,6 +40,26 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: py
 def test_a_missing_script_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--nproc-per-node", "2", "none.py", "--lr", "1"]) == 2
     assert capsys.readouterr().err == "lightning-cpr run: no script 'none.py'; a module is named with -m\n"
+
+
+def test_a_missing_module_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/__init__.py").write_text("raise AssertionError('imported by the launcher')")
+    (tmp_path / "job/train.py").touch()
+    for name in ("nomodule", "job", "job.eval", "job.train.more", "json.nothing", ".job"):
+        assert cli.main(["run", "-m", name, "--lr", "1"]) == 2
+        said = f"lightning-cpr run: no module {name!r} to run; a script is named without -m\n"
+        assert capsys.readouterr().err == said
+    started: list[str] = []
+    monkeypatch.setattr(torchrun, "run", lambda options: started.append(options.training_script_args[-1]))
+    for name in ("job.train", "json.tool", "unittest"):
+        assert cli.main(["run", "-m", name]) == 0
+    (tmp_path / "job/__main__.py").touch()
+    assert cli.main(["run", "-m", "job"]) == 0
+    assert started == ["job.train", "json.tool", "unittest", "job"]
 
 
 @pytest.mark.parametrize(("exitcode", "code"), [(143, 143), (1, 1), (-9, 1)])

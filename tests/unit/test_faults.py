@@ -97,6 +97,21 @@ def test_every_rank_hears_of_a_wipe_and_the_struck_one_loses_rows_and_states() -
     assert events == [{"event": "fault", "kind": "wipe", "step": 5, "point": "batch_end"}]
 
 
+def test_a_wipe_that_no_callback_or_several_could_restore_is_refused_on_every_rank() -> None:
+    for rank in (0, 1):
+        for connected in (False, True):
+            injector = on_rank(FaultInjector([Fault("kill", 0, 9)]), rank)
+            if connected:  # as each of two callbacks does
+                injector.connect(lambda *_, **__: None, None)
+            injector.on_train_start(trainer_at(0), None)  # type: ignore[arg-type]
+            injector.wipe(1, 5)
+            with pytest.raises(ConfigError, match="exactly one CPRCallback"):
+                injector.on_train_start(trainer_at(0), None)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="exactly one CPRCallback"):
+                injector.on_train_batch_end(trainer_at(5))
+            assert injector.fired == []
+
+
 def test_storage_faults_strike_the_first_file_of_their_save() -> None:
     data = bytes(range(16))
     injector = on_rank(FaultInjector().torn_write(0, 5).bit_flip(0, 6).disk_full(0, 7), 0)
@@ -145,6 +160,7 @@ def test_a_copy_has_the_schedule_and_fires_it(copied: Any) -> None:
 def test_a_restarted_job_is_not_wiped_again(attempt: str, wiped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
     injector = FaultInjector().wipe(rank=1, step=3)
+    injector.connect(lambda *_, **__: None, list)
     trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=2))
     injector.on_train_batch_end(trainer)
     assert injector.take_wiped() == wiped

@@ -147,6 +147,35 @@ def test_gc_says_and_does(storage: Storage, capsys: Capsys) -> None:
     assert command(capsys, "gc", root.path, "--keep-last", "0")[0] == 2
 
 
+def test_gc_removes_what_killed_saves_of_checkpoints_left(storage: Storage, capsys: Capsys) -> None:
+    t = table("a", 5, 2)
+    kept = save_one(storage, [t], 8, path="step=8.ckpt")
+    storage.put("last.ckpt", storage.get("step=8.ckpt"))  # a copy
+    storage.put("stock.ckpt", b"PK not ours")
+    killed = save_one(storage, [t], 9, path="step=9.ckpt")
+    storage.delete(["step=9.ckpt", "step=8.ckpt"])
+    storage.put("cpr-chunks/notes/mine.txt", b"no version of ours")
+    before, args = files_of(storage.root), ("gc", storage.root, "--grace", "0s")
+    assert command(capsys, "gc", storage.root)[:2] == (0, "")  # a save may be in flight
+    status, out, _ = command(capsys, *args, "--dry-run")
+    assert (status, files_of(storage.root)) == (0, before)
+    count = len(killed.stored)
+    assert f"would be removed: {count} files of a checkpoint that was never finished" in out
+    assert f"cpr-chunks/{killed.version}" in out
+    status, out, _ = command(capsys, *args)
+    assert f"removed: {count} files" in out
+    gone = {stored.path for stored in killed.stored}
+    assert files_of(storage.root) == {path: data for path, data in before.items() if path not in gone}
+    assert command(capsys, "verify", f"{storage.root}/last.ckpt")[0] == 0
+    raw = storage.get("last.ckpt")
+    storage.put("last.ckpt", raw[:-9])
+    status, _, err = command(capsys, *args)
+    assert status == 2
+    assert "last.ckpt" in err
+    assert "what it needs is unknown" in err
+    assert {stored.path for stored in kept.stored} <= set(files_of(storage.root))
+
+
 def test_all_of_it_on_s3(capsys: Capsys, tmp_path: Path) -> None:
     with serve() as s3:
         root = make_root(s3.storage())
