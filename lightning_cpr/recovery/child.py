@@ -2,8 +2,8 @@
 
 ``python child.py --control FD [--script S] [--modules F] [module ...]`` imports what S imports at its top, the modules,
 and those that a trainer listed in F (`guardian.note_modules`). The order is one JSON line on the pipe FD: script, args,
-module, and, for a replacement, ``replaces`` (why) and ``died_at`` (when, ``time.time()``). A replacement announces its
-epoch before it runs the script, so that survivors are freed early.
+module, and, for a replacement, ``replaces`` (why), ``died_at`` (when, ``time.time()``) and ``start`` (the token, see
+`recovery.start`). A replacement announces its epoch before it runs the script, so that survivors are freed early.
 
 Nothing of lightning_cpr is imported before the script's own imports: it builds on the Lightning that is loaded first.
 """
@@ -26,6 +26,8 @@ from typing import Any
 
 log = logging.getLogger("lightning_cpr.recovery.child")  # __name__ is __main__ here
 
+_REPORT_S = 5.0
+"""For telling an error to the other ranks, which may not all have started."""
 BASE_MODULES = ("torch", "torchrec.distributed", "lightning_cpr.recovery.membership", "lightning_cpr.strategy")
 
 
@@ -72,9 +74,11 @@ def _run(order: dict[str, Any]) -> None:
         runpy.run_path(order["script"], run_name="__main__")
 
 
-def _announce(reason: str, died_at: float) -> None:
+def _announce(reason: str, died_at: float, start: str) -> None:
     from lightning_cpr.recovery.membership import REPLACES_ENV, announce, store_from_env
+    from lightning_cpr.recovery.start import START_ENV
 
+    os.environ[START_ENV] = start
     os.environ[REPLACES_ENV] = str(announce(store_from_env()(60.0), int(os.environ["RANK"]), reason, died_at))
 
 
@@ -82,7 +86,7 @@ def _report(error: Exception) -> int:
     """Leave the error where other ranks, torchrun and this host's next attempt look for it. Returns the exit code."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from lightning_cpr.errors import RecoveryError
+    from lightning_cpr.errors import CPRError, RecoveryError
     from lightning_cpr.recovery.election import is_lost_peer
     from lightning_cpr.recovery.guardian import EXIT_STEP_DOWN, JOB_DIR_ENV, note_user_error
     from lightning_cpr.recovery.membership import publish_error, store_from_env
@@ -92,10 +96,13 @@ def _report(error: Exception) -> int:
         log.exception("this rank steps down: %s", error)
         return EXIT_STEP_DOWN
     rank = int(os.environ["RANK"])
-    publish_error(store_from_env()(5.0), rank, error)
     report = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
     text = report.read_text() if report.exists() else ""
     note_user_error(os.environ.get(JOB_DIR_ENV), rank, f"{type(error).__name__}: {error}", 1, text)
+    try:
+        publish_error(store_from_env(timeout_s=_REPORT_S)(_REPORT_S), rank, error)
+    except (CPRError, RuntimeError) as e:  # no store, or not all ranks are there to be told
+        log.warning("the other ranks are not told: %s", e)
     return 1
 
 
@@ -139,7 +146,7 @@ def main() -> None:
     sys.path[0] = os.getcwd() if script is None else str(Path(script).resolve().parent)
     if "replaces" in order:
         warm_up(_imports(script))
-        _announce(order["replaces"], order["died_at"])
+        _announce(order["replaces"], order["died_at"], order["start"])
     code = 1
     try:
         _run(order)
