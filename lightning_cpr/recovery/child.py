@@ -26,8 +26,8 @@ from typing import Any
 
 log = logging.getLogger("lightning_cpr.recovery.child")  # __name__ is __main__ here
 
-_REPORT_S = 5.0
-"""For telling an error to the other ranks, which may not all have started."""
+_STORE_S = 5.0
+"""For reaching the job's store when this process fails."""
 BASE_MODULES = ("torch", "torchrec.distributed", "lightning_cpr.recovery.membership", "lightning_cpr.strategy")
 
 
@@ -86,24 +86,54 @@ def _report(error: Exception) -> int:
     """Leave the error where other ranks, torchrun and this host's next attempt look for it. Returns the exit code."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from lightning_cpr.errors import CPRError, RecoveryError
+    from lightning_cpr.errors import RecoveryError
     from lightning_cpr.recovery.election import is_lost_peer
-    from lightning_cpr.recovery.guardian import EXIT_STEP_DOWN, JOB_DIR_ENV, note_user_error
-    from lightning_cpr.recovery.membership import publish_error, store_from_env
+    from lightning_cpr.recovery.guardian import EXIT_STEP_DOWN
 
     get_error_handler().record_exception(error)
     if isinstance(error, RecoveryError) or is_lost_peer(error):
         log.exception("this rank steps down: %s", error)
+        _note_error_of_peer()
         return EXIT_STEP_DOWN
+    _publish(f"{type(error).__name__}: {error}", 1)
+    return 1
+
+
+def _publish(error: str, code: int) -> None:
+    """Tell this host's next attempt, and the other ranks, that the user's code failed here."""
+    from lightning_cpr.errors import CPRError
+    from lightning_cpr.recovery.guardian import JOB_DIR_ENV, note_user_error
+    from lightning_cpr.recovery.start import publish_error
+
     rank = int(os.environ["RANK"])
     report = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
     text = report.read_text() if report.exists() else ""
-    note_user_error(os.environ.get(JOB_DIR_ENV), rank, f"{type(error).__name__}: {error}", 1, text)
+    note_user_error(os.environ.get(JOB_DIR_ENV), rank, error, code, text)
     try:
-        publish_error(store_from_env(timeout_s=_REPORT_S)(_REPORT_S), rank, error)
-    except (CPRError, RuntimeError) as e:  # no store, or not all ranks are there to be told
+        publish_error(rank, error, _STORE_S)
+    except (CPRError, RuntimeError) as e:  # the traceback is the record then
         log.warning("the other ranks are not told: %s", e)
-    return 1
+
+
+def _note_error_of_peer() -> None:
+    """If the user's code failed on another rank, on whatever host, this host need not try again either."""
+    from lightning_cpr.errors import CPRError
+    from lightning_cpr.recovery.guardian import JOB_DIR_ENV, note_user_error
+    from lightning_cpr.recovery.start import published_error, run_store
+
+    try:
+        failed = published_error(run_store(os.environ, _STORE_S))
+    except (CPRError, RuntimeError) as e:
+        log.warning("nothing is known of errors on other ranks: %s", e)
+        return
+    if failed is not None:
+        note_user_error(os.environ.get(JOB_DIR_ENV), *failed, 1)
+
+
+def _is_own_error(code: int) -> bool:
+    from lightning_cpr.recovery.guardian import DEFAULT_BUDGET, judge
+
+    return judge(code, (), 0.0, DEFAULT_BUDGET).own_error
 
 
 def _tell_over(code: int) -> None:
@@ -153,6 +183,8 @@ def main() -> None:
         code = 0
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if _is_own_error(code):
+            _publish(f"exit code {code}", code)
         raise
     except Exception as e:
         if (code := _report(e)) != 1:

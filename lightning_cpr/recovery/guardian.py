@@ -32,6 +32,8 @@ log = logging.getLogger("lightning_cpr.guardian")
 
 HEARTBEAT_FD_ENV = "LIGHTNING_CPR_HEARTBEAT_FD"
 JOB_DIR_ENV = "LIGHTNING_CPR_JOB_DIR"
+STORE_ENV = "LIGHTNING_CPR_STORE"
+"""Set where it is not torchrun's own, with several hosts: ``host:port`` of the store in which the trainers meet."""
 HANG_TIMEOUT_ENV = "LIGHTNING_CPR_HANG_TIMEOUT"
 SPARES_ENV = "LIGHTNING_CPR_SPARES"
 """What a guardian tells its trainers: its options."""

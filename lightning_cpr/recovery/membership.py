@@ -7,8 +7,8 @@ start. Nothing is a collective until the group stands.
 
 Keys, under ``cpr/<run id>/<token>/`` (`recovery.start`): ``epoch`` (a counter), ``epoch/<n>`` (why n began),
 ``<n>/position/<rank>``, ``<n>/hold/<rank>``, ``<n>/ready/<rank>``, ``<n>/ports/<rank>``, ``<n>/broke`` (a rank has left
-the group: a collective of it failed or took too long), ``<n>/pg/...`` (the group's own), ``error`` (a Python exception
-somewhere: no peer was lost).
+the group: a collective of it failed or took too long), ``<n>/pg/...`` (the group's own), ``error`` (of the user's
+code, on some rank: no peer was lost).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from lightning_cpr.errors import ConfigError, RecoveryError
 from lightning_cpr.recovery.election import Holding, is_lost_peer
 from lightning_cpr.recovery.sockets import new_listeners, shut_down
-from lightning_cpr.recovery.start import run_store, token_of
+from lightning_cpr.recovery.start import published_error, run_store, token_of
 
 log = logging.getLogger(__name__)
 
@@ -182,10 +182,9 @@ class Membership:
         """Raise what ended the job, if some rank published an exception: then ``error`` is only its echo."""
         if self._asked_to_end:
             raise RecoveryError(f"rank {self.rank} was asked to end while it waited for the others") from error
-        if self.store.check(["error"]):
-            told = json.loads(self.store.get("error"))
-            if told["rank"] != self.rank:
-                raise RecoveryError(f"rank {told['rank']} failed with {told['error']}; no peer was lost") from error
+        failed = published_error(self.store)
+        if failed is not None and failed[0] != self.rank:
+            raise RecoveryError(f"rank {failed[0]} failed with {failed[1]}; no peer was lost") from error
 
     def close(self) -> None:
         """End the watcher thread; the group stays as it is."""
@@ -313,9 +312,3 @@ def announce(store: dist.Store, rank: int, reason: str, died_at: float) -> int:
     number = store.add("epoch", 1)
     store.set(f"epoch/{number}", json.dumps({"rank": rank, "reason": reason, "died_at": died_at}))
     return number
-
-
-def publish_error(store: dist.Store, rank: int, error: BaseException) -> None:
-    """Say that this rank ends with an exception of the user's code. The first one stands."""
-    told = json.dumps({"rank": rank, "error": f"{type(error).__name__}: {error}"})
-    store.compare_set("error", "", told)

@@ -5,10 +5,15 @@ first reads the address that its peer had before the restart, and fails. Restart
 since agents of several nodes count differently (pytorch#135712). So rank 0 hands every start a token.
 
 A guardian is of one start, too. A trainer tells it the token, and it hands that to each replacement.
+
+An error of the user's code ends the run, whatever restarts are left: ``error`` lies under the run, and under the start
+too, for those who are in it.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
 import time
 from collections.abc import MutableMapping
@@ -31,7 +36,7 @@ def agree(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> st
     until all other ranks have joined under it.
 
     Raises:
-        RecoveryError: ranks, named, did not come up within ``timeout_s``.
+        RecoveryError: ranks, named, did not come up within ``timeout_s``, or one has failed with an error of its own.
     """
     nonce = secrets.token_hex(guardian.TOKEN_BYTES // 2)
     deadline = time.monotonic() + timeout_s
@@ -39,7 +44,7 @@ def agree(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> st
         store.set(f"hello/{rank}", nonce)
         answer = f"answer/{nonce}"
         while not store.check([answer]):
-            _wait(deadline, [0], timeout_s)
+            _wait(store, deadline, [0], timeout_s)
         token = store.get(answer).decode()
         store.set(f"joined/{token}/{rank}", "")
         return token
@@ -53,7 +58,7 @@ def agree(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> st
                     answered.add(heard)
         waiting = [r for r in waiting if not store.check([f"joined/{nonce}/{r}"])]
         if waiting:
-            _wait(deadline, waiting, timeout_s)
+            _wait(store, deadline, waiting, timeout_s)
     return nonce
 
 
@@ -72,23 +77,48 @@ def token_of(env: MutableMapping[str, str], timeout_s: float) -> str:
 
 
 def run_store(env: MutableMapping[str, str], timeout_s: float, below: str = "") -> dist.Store:
-    """A new client of the job's store, which lives in torchrun's agent and outlives every trainer, under the run's
-    prefix, or one ``below`` it.
+    """A new client of the job's store, which lives in a launcher and outlives every trainer, under the run's prefix, or
+    one ``below`` it.
 
     Raises:
-        UnsupportedError: torchrun keeps the store in rank 0's process, where it dies with it.
+        UnsupportedError: the store is in rank 0's process, where it dies with it.
     """
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if guardian.STORE_ENV in env:
+        host, _, port = env[guardian.STORE_ENV].rpartition(":")
+    elif env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host, port = env["MASTER_ADDR"], env["MASTER_PORT"]
+    else:
         raise UnsupportedError(
             "live recovery needs the store of torchrun's agent; start the job with 'lightning-cpr run' and leave"
             " TORCH_DISABLE_SHARE_RDZV_TCP_STORE unset"
         )
-    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    client = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
     return dist.PrefixStore("/".join(filter(None, ("cpr", env["TORCHELASTIC_RUN_ID"], below))), client)
 
 
-def _wait(deadline: float, missing: list[int], timeout_s: float) -> None:
+def publish_error(rank: int, error: str, timeout_s: float, env: MutableMapping[str, str] = os.environ) -> None:
+    """Say that this rank ends with an error of the user's code. The first one stands.
+
+    Raises:
+        RuntimeError: the store is gone.
+        UnsupportedError: as `run_store`.
+    """
+    told = json.dumps({"rank": rank, "error": error})
+    for below in {"", env.get(START_ENV, "")}:
+        run_store(env, timeout_s, below).compare_set("error", "", told)
+
+
+def published_error(store: dist.Store) -> tuple[int, str] | None:
+    """The rank that failed and its error, if one did (`publish_error`): of a start or of a run, as ``store`` is."""
+    if not store.check(["error"]):
+        return None
+    told = json.loads(store.get("error"))
+    return told["rank"], told["error"]
+
+
+def _wait(store: dist.Store, deadline: float, missing: list[int], timeout_s: float) -> None:
+    if (failed := published_error(store)) is not None:
+        raise RecoveryError(f"rank {failed[0]} failed with {failed[1]}; no peer was lost")
     if time.monotonic() > deadline:
         raise RecoveryError(f"ranks {missing} did not come up within {timeout_s:g} s; see why in their logs")
     time.sleep(_POLL_S)
