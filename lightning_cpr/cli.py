@@ -110,6 +110,7 @@ def launch(args: Sequence[str]) -> int:
     """``lightning-cpr run``: torchrun's options and ours. Of a job that was preempted the code is 143."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
     from lightning_cpr.recovery.launch import run as run_job
     from lightning_cpr.recovery.preempt import EXIT_PREEMPTED
@@ -123,6 +124,9 @@ def launch(args: Sequence[str]) -> int:
     except SignalException as e:
         print(f"lightning-cpr run: ended by {e.sigval.name}", file=sys.stderr)
         return 128 + e.sigval
+    except RendezvousClosedError:
+        print("lightning-cpr run: the job has ended on another host, see its log", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_cpr.recovery.start import START_ENV
 from tests import _ranks
 
 
@@ -39,7 +40,7 @@ def run_guarded(
 
     def start(rank: int, replaces: bool) -> None:
         receiver, sender = _ranks._context.Pipe(duplex=False)
-        variables = dict(os.environ) | _ranks._rank_env(rank, world, port, job)
+        variables = dict(os.environ) | _ranks._rank_env(rank, world, port, job) | {START_ENV: "start"}
         process = _ranks._context.Process(
             target=_guarded_child, args=(rank, world, variables, payload, sender, replaces), daemon=True
         )

@@ -2,8 +2,8 @@
 
 ``python child.py --control FD [--script S] [--modules F] [module ...]`` imports what S imports at its top, the modules,
 and those that a trainer listed in F (`guardian.note_modules`). The order is one JSON line on the pipe FD: script, args,
-module, and, for a replacement, ``replaces`` (why) and ``died_at`` (when, ``time.time()``). A replacement announces its
-epoch before it runs the script, so that survivors are freed early.
+module, and, for a replacement, ``replaces`` (why), ``died_at`` (when, ``time.time()``) and ``start`` (the token, see
+`recovery.start`). A replacement announces its epoch before it runs the script, so that survivors are freed early.
 
 Nothing of lightning_cpr is imported before the script's own imports: it builds on the Lightning that is loaded first.
 """
@@ -26,6 +26,8 @@ from typing import Any
 
 log = logging.getLogger("lightning_cpr.recovery.child")  # __name__ is __main__ here
 
+_STORE_S = 5.0
+"""For reaching the job's store when this process fails."""
 BASE_MODULES = ("torch", "torchrec.distributed", "lightning_cpr.recovery.membership", "lightning_cpr.strategy")
 
 
@@ -72,9 +74,11 @@ def _run(order: dict[str, Any]) -> None:
         runpy.run_path(order["script"], run_name="__main__")
 
 
-def _announce(reason: str, died_at: float) -> None:
+def _announce(reason: str, died_at: float, start: str) -> None:
     from lightning_cpr.recovery.membership import REPLACES_ENV, announce, store_from_env
+    from lightning_cpr.recovery.start import START_ENV
 
+    os.environ[START_ENV] = start
     os.environ[REPLACES_ENV] = str(announce(store_from_env()(60.0), int(os.environ["RANK"]), reason, died_at))
 
 
@@ -84,19 +88,52 @@ def _report(error: Exception) -> int:
 
     from lightning_cpr.errors import RecoveryError
     from lightning_cpr.recovery.election import is_lost_peer
-    from lightning_cpr.recovery.guardian import EXIT_STEP_DOWN, JOB_DIR_ENV, note_user_error
-    from lightning_cpr.recovery.membership import publish_error, store_from_env
+    from lightning_cpr.recovery.guardian import EXIT_STEP_DOWN
 
     get_error_handler().record_exception(error)
     if isinstance(error, RecoveryError) or is_lost_peer(error):
         log.exception("this rank steps down: %s", error)
+        _note_error_of_peer()
         return EXIT_STEP_DOWN
+    _publish(f"{type(error).__name__}: {error}", 1)
+    return 1
+
+
+def _publish(error: str, code: int) -> None:
+    """Tell this host's next attempt, and the other ranks, that the user's code failed here."""
+    from lightning_cpr.errors import CPRError
+    from lightning_cpr.recovery.guardian import JOB_DIR_ENV, note_user_error
+    from lightning_cpr.recovery.start import publish_error
+
     rank = int(os.environ["RANK"])
-    publish_error(store_from_env()(5.0), rank, error)
     report = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
     text = report.read_text() if report.exists() else ""
-    note_user_error(os.environ.get(JOB_DIR_ENV), rank, f"{type(error).__name__}: {error}", 1, text)
-    return 1
+    note_user_error(os.environ.get(JOB_DIR_ENV), rank, error, code, text)
+    try:
+        publish_error(rank, error, _STORE_S)
+    except (CPRError, RuntimeError) as e:  # the traceback is the record then
+        log.warning("the other ranks are not told: %s", e)
+
+
+def _note_error_of_peer() -> None:
+    """If the user's code failed on another rank, on whatever host, this host need not try again either."""
+    from lightning_cpr.errors import CPRError
+    from lightning_cpr.recovery.guardian import JOB_DIR_ENV, note_user_error
+    from lightning_cpr.recovery.start import published_error, run_store
+
+    try:
+        failed = published_error(run_store(os.environ, _STORE_S))
+    except (CPRError, RuntimeError) as e:
+        log.warning("nothing is known of errors on other ranks: %s", e)
+        return
+    if failed is not None:
+        note_user_error(os.environ.get(JOB_DIR_ENV), *failed, 1)
+
+
+def _is_own_error(code: int) -> bool:
+    from lightning_cpr.recovery.guardian import DEFAULT_BUDGET, judge
+
+    return judge(code, (), 0.0, DEFAULT_BUDGET).own_error
 
 
 def _tell_over(code: int) -> None:
@@ -139,13 +176,15 @@ def main() -> None:
     sys.path[0] = os.getcwd() if script is None else str(Path(script).resolve().parent)
     if "replaces" in order:
         warm_up(_imports(script))
-        _announce(order["replaces"], order["died_at"])
+        _announce(order["replaces"], order["died_at"], order["start"])
     code = 1
     try:
         _run(order)
         code = 0
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if _is_own_error(code):
+            _publish(f"exit code {code}", code)
         raise
     except Exception as e:
         if (code := _report(e)) != 1:

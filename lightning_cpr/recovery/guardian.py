@@ -32,6 +32,8 @@ log = logging.getLogger("lightning_cpr.guardian")
 
 HEARTBEAT_FD_ENV = "LIGHTNING_CPR_HEARTBEAT_FD"
 JOB_DIR_ENV = "LIGHTNING_CPR_JOB_DIR"
+STORE_ENV = "LIGHTNING_CPR_STORE"
+"""Set where it is not torchrun's own, with several hosts: ``host:port`` of the store in which the trainers meet."""
 HANG_TIMEOUT_ENV = "LIGHTNING_CPR_HANG_TIMEOUT"
 SPARES_ENV = "LIGHTNING_CPR_SPARES"
 """What a guardian tells its trainers: its options."""
@@ -41,6 +43,8 @@ GRACE_S = 25.0
 _POLL_S = 0.25
 _BEAT_AT, _ASKED_AT, _OVER_AT = 0, 8, 16
 """Doubles in the heartbeat's page: the child's last beat, whether it shall end, 1 + exit code once its script has."""
+_START_AT, TOKEN_BYTES = 24, 16
+"""There too: the token of the job's start, of ASCII letters and digits, zeros until the trainer has it."""
 _CHILD = str(Path(__file__).resolve().with_name("child.py"))
 _NOTE = "user-error.json"
 _REPLACEABLE = {
@@ -75,8 +79,11 @@ class Verdict:
     own_error: bool = False
 
 
-def judge(returncode: int, replaced_at: Sequence[float], now: float, budget: Budget) -> Verdict:
-    """Decide about a trainer that ended (negative ``returncode``: the signal), replaced at these times before."""
+def judge(returncode: int, replaced_at: Sequence[float], now: float, budget: Budget, started: bool = True) -> Verdict:
+    """Decide about a trainer that ended (negative ``returncode``: the signal), replaced at these times before.
+
+    ``started``: it had met the other ranks, so that they know whom a replacement replaces.
+    """
     if returncode == 0:
         return Verdict("end", 0, "finished")
     if returncode == EXIT_STEP_DOWN:
@@ -88,6 +95,9 @@ def judge(returncode: int, replaced_at: Sequence[float], now: float, budget: Bud
     name = signal.Signals(-returncode).name if -returncode in _NUMBERS else f"signal {-returncode}"
     if -returncode not in _REPLACEABLE:
         return Verdict("end", 128 - returncode, f"ended by {name}")
+    if not started:
+        reason = f"killed by {name} while the job started; the next step down is torchrun's restart"
+        return Verdict("end", EXIT_STEP_DOWN, reason)
     recent = [t for t in replaced_at if now - t < budget.window]
     if len(recent) >= budget.replacements:
         reason = f"killed by {name}, after {len(recent)} replacements in {budget.window:g} s: the budget is spent"
@@ -124,6 +134,11 @@ class Child:
         """Seconds since its last heartbeat; None before the first."""
         (last,) = struct.unpack_from("d", self._beat, _BEAT_AT)
         return now - last if last else None
+
+    def start(self) -> str:
+        """The token of the start, which this trainer has agreed on with its peers (`recovery.start`); "" before."""
+        (told,) = struct.unpack_from(f"{TOKEN_BYTES}s", self._beat, _START_AT)
+        return bytes(told).rstrip(b"\0").decode()
 
     def exit_code(self) -> int:
         """How it ended (negative: the signal). A signal after the script's own end is an abort on the way out."""
@@ -190,6 +205,7 @@ class Guardian:
         self._hang_timeout = hang_timeout
         self._grace = grace
         self._replaced_at: list[float] = []
+        self._start = ""  # nobody can join a start without its token
         self._trainer = Child()
         self._spare: Child | None = None
         self._spare_is_warm = False
@@ -205,7 +221,9 @@ class Guardian:
                     log.warning("rank %d: %s, passed on to the trainer", self._rank, caught.name)
                     code = self._trainer.end(self._grace)
                     return code if code >= 0 else 128 - code
-                verdict = judge(self._trainer.exit_code(), self._replaced_at, time.monotonic(), self._budget)
+                self._start = self._start or self._trainer.start()
+                code = self._trainer.exit_code()
+                verdict = judge(code, self._replaced_at, time.monotonic(), self._budget, bool(self._start))
                 if verdict.act == "end":
                     if verdict.own_error:
                         note_user_error(
@@ -261,7 +279,13 @@ class Guardian:
             kind,
             self._trainer.process.pid,
         )
-        self._trainer.assign(**self._order, replaces=reason, died_at=died_at)
+        self._trainer.assign(**self._order, replaces=reason, died_at=died_at, start=self._start)
+
+
+def tell_start(token: str) -> None:
+    """Called by a guardian's child: it has agreed on this token of the start with its peers."""
+    if (page := heartbeat_page()) is not None:
+        struct.pack_into(f"{TOKEN_BYTES}s", page, _START_AT, token.encode())
 
 
 def tell_over(code: int) -> None:

@@ -67,7 +67,8 @@ def run(argv: Sequence[str]) -> None:
         passed.append("--module")
     options.training_script_args = [*passed, options.training_script, *options.training_script_args]
     options.training_script, options.module = str(Path(guardian.__file__).resolve()), False
-    added = {name: value for name, value in _DEFAULT_ENV.items() if name not in os.environ}
+    added = {name: value for name, value in _DEFAULT_ENV.items() if name not in os.environ} | _store_of(options)
+    own_env = {name: os.environ[name] for name in added if name in os.environ}
     with tempfile.TemporaryDirectory(prefix="lightning-cpr-") as job_dir:
         added[guardian.JOB_DIR_ENV] = job_dir
         os.environ.update(added)
@@ -77,6 +78,7 @@ def run(argv: Sequence[str]) -> None:
             stash.remove_of_agent(SHM, stash.agent_of(os.getpid()))  # left for a restart that will not come
             for name in added:
                 del os.environ[name]
+            os.environ.update(own_env)
 
 
 def _check_module(name: str) -> None:
@@ -99,3 +101,20 @@ def _check_module(name: str) -> None:
 def _within(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
     places = None if package is None else package.submodule_search_locations
     return None if places is None else PathFinder.find_spec(name, list(places))
+
+
+def _store_of(options: argparse.Namespace) -> dict[str, str]:
+    """What makes trainers of several hosts meet in the store of the c10d rendezvous.
+
+    The store that torchrun (2.13) shares otherwise lies on the host that was first when the job began; a host that
+    takes a lost one's place is never told where that is.
+    """
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.run import parse_min_max_nnodes
+
+    _, hosts = parse_min_max_nnodes(options.nnodes)
+    if options.standalone or options.rdzv_backend != "c10d" or hosts == 1:
+        return {}
+    host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=DEFAULT_PORT)
+    return {guardian.STORE_ENV: f"{host}:{port}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

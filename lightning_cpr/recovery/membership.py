@@ -5,10 +5,10 @@ hears what they hold), then, when it is ready, `form`s the epoch's group with th
 meet again. Each epoch has its own group on its own store prefix; a prefix is never used twice, also not after a failed
 start. Nothing is a collective until the group stands.
 
-Keys, under ``cpr/<run id>/<restart>/``: ``epoch`` (a counter), ``epoch/<n>`` (why n began), ``<n>/position/<rank>``,
-``<n>/hold/<rank>``, ``<n>/ready/<rank>``, ``<n>/ports/<rank>``, ``<n>/broke`` (a rank has left the group: a collective
-of it failed or took too long), ``<n>/pg/...`` (the group's own), ``error`` (a Python exception somewhere: no peer was
-lost).
+Keys, under ``cpr/<run id>/<token>/`` (`recovery.start`): ``epoch`` (a counter), ``epoch/<n>`` (why n began),
+``<n>/position/<rank>``, ``<n>/hold/<rank>``, ``<n>/ready/<rank>``, ``<n>/ports/<rank>``, ``<n>/broke`` (a rank has left
+the group: a collective of it failed or took too long), ``<n>/pg/...`` (the group's own), ``error`` (of the user's
+code, on some rank: no peer was lost).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_cpr.errors import ConfigError, RecoveryError, UnsupportedError
+from lightning_cpr.errors import ConfigError, RecoveryError
 from lightning_cpr.recovery.election import Holding, is_lost_peer
 from lightning_cpr.recovery.sockets import new_listeners, shut_down
+from lightning_cpr.recovery.start import published_error, run_store, token_of
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +115,13 @@ class Membership:
         self._watcher.start()
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str] = os.environ, **kwargs: object) -> Membership:
+    def from_env(
+        cls, env: MutableMapping[str, str] = os.environ, timeouts: Timeouts | None = None, **kwargs: object
+    ) -> Membership:
         """The membership of a process that torchrun, or a guardian under it, has started."""
-        return cls(store_from_env(env), int(env["RANK"]), int(env["WORLD_SIZE"]), **kwargs)  # type: ignore[arg-type]
+        timeouts = timeouts or Timeouts()
+        connect = store_from_env(env, timeouts.join)
+        return cls(connect, int(env["RANK"]), int(env["WORLD_SIZE"]), timeouts=timeouts, **kwargs)  # type: ignore[arg-type]
 
     def meet(self, holding: Holding, after: int, position: str = "") -> Epoch:
         """Meet all ranks in the newest epoch above ``after``. Leaves the group of an older one.
@@ -178,10 +182,9 @@ class Membership:
         """Raise what ended the job, if some rank published an exception: then ``error`` is only its echo."""
         if self._asked_to_end:
             raise RecoveryError(f"rank {self.rank} was asked to end while it waited for the others") from error
-        if self.store.check(["error"]):
-            told = json.loads(self.store.get("error"))
-            if told["rank"] != self.rank:
-                raise RecoveryError(f"rank {told['rank']} failed with {told['error']}; no peer was lost") from error
+        failed = published_error(self.store)
+        if failed is not None and failed[0] != self.rank:
+            raise RecoveryError(f"rank {failed[0]} failed with {failed[1]}; no peer was lost") from error
 
     def close(self) -> None:
         """End the watcher thread; the group stays as it is."""
@@ -291,25 +294,17 @@ class Membership:
             self._pause(0.5)
 
 
-def store_from_env(env: Mapping[str, str] = os.environ) -> Callable[[float], dist.Store]:
-    """How to connect to the job's store, which lives in torchrun's agent and outlives every trainer.
+def store_from_env(
+    env: MutableMapping[str, str] = os.environ, timeout_s: float = 60.0
+) -> Callable[[float], dist.Store]:
+    """How to connect to the job's store, under the prefix of this start. All its ranks come here, see `token_of`.
 
     Raises:
-        UnsupportedError: torchrun keeps the store in rank 0's process, where it dies with it.
+        RecoveryError: ranks did not come up within ``timeout_s``.
+        UnsupportedError: there is no such store, see `run_store`.
     """
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise UnsupportedError(
-            "live recovery needs the store of torchrun's agent; start the job with 'lightning-cpr run' and leave"
-            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE unset"
-        )
-    prefix = f"cpr/{env['TORCHELASTIC_RUN_ID']}/{env['TORCHELASTIC_RESTART_COUNT']}"
-    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-
-    def connect(timeout: float) -> dist.Store:
-        client = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
-        return dist.PrefixStore(prefix, client)
-
-    return connect
+    token = token_of(env, timeout_s)
+    return lambda timeout: run_store(env, timeout, token)
 
 
 def announce(store: dist.Store, rank: int, reason: str, died_at: float) -> int:
@@ -317,10 +312,3 @@ def announce(store: dist.Store, rank: int, reason: str, died_at: float) -> int:
     number = store.add("epoch", 1)
     store.set(f"epoch/{number}", json.dumps({"rank": rank, "reason": reason, "died_at": died_at}))
     return number
-
-
-def publish_error(store: dist.Store, rank: int, error: BaseException) -> None:
-    """Say that this rank ends with an exception of the user's code. The first one stands."""
-    with suppress(RuntimeError):  # the store may be gone with the job; the traceback is the record then
-        told = json.dumps({"rank": rank, "error": f"{type(error).__name__}: {error}"})
-        store.compare_set("error", "", told)

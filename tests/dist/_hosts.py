@@ -32,10 +32,18 @@ class Host:
         self.name, self.device, self.address, self._out = name, device, address, out
         self.launchers: list[subprocess.Popen[bytes]] = []
 
-    def launch(self, options: Sequence[str], env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Start a launcher, on a host that has just booted: its /dev/shm is empty. Its output goes to a file."""
-        inner = f'mount -t tmpfs tmpfs /dev/shm && exec {sys.executable} -m torch.distributed.run "$@"'
-        command = ["ip", "netns", "exec", self.name, "unshare", "-m", "sh", "-c", inner, "sh", *options]
+    def launch(
+        self,
+        options: Sequence[str],
+        env: dict[str, str] | None = None,
+        launcher: Sequence[str] = ("torch.distributed.run",),
+    ) -> subprocess.Popen[bytes]:
+        """Start a launcher, on a host that has just booted: its /dev/shm is empty. Its output goes to a file.
+
+        launcher: a module, and what comes before the options.
+        """
+        inner = f'mount -t tmpfs tmpfs /dev/shm && exec {sys.executable} -m "$@"'
+        command = ["ip", "netns", "exec", self.name, "unshare", "-m", "sh", "-c", inner, "sh", *launcher, *options]
         variables = os.environ | {
             "PYTHONPATH": str(ROOT),
             "PYTHONWARNINGS": "ignore",

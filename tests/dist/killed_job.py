@@ -1,7 +1,8 @@
 """A CPRCallback job for ``lightning-cpr run`` whose ranks are killed for real: see test_killed_process.py.
 
 ``--kill rank:step:point[:attempt]``: in this attempt of the job (0). Points: those of `FaultInjector`; backward,
-optimizer; sanity, validation, checkpoint (Lightning's own), epoch_end; restore (of the rank's first replacement).
+optimizer; start (of the process), sanity, validation, checkpoint (Lightning's own), epoch_end; restore (of the rank's
+first replacement).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Record(Callback):
         self.out = out
         self.file = (out / f"{RANK}-{os.getpid()}.jsonl").open("a", buffering=1)
         self.kills = kills
-        self.write("start")
+        self.write("start", attempt=os.environ["TORCHELASTIC_RESTART_COUNT"])
 
     def write(self, event: str, **told: Any) -> None:
         self.file.write(json.dumps({"event": event, "time": time.time(), **told}) + "\n")
@@ -151,6 +152,7 @@ def main() -> None:
         injector.hang(int(rank), int(step), point)  # type: ignore[arg-type]
     cpr = Recorded(str(options.out / "root"), save_every_n_steps=10, timeout_s=30, resume=options.resume)
     cpr.record = record = Record(options.out, kills)
+    record.strike(0, "start")
     callbacks: list[Any] = [cpr, record, injector, *([Meet()] if options.meet_at_batch_end else [])]
     if options.rate is not None:
         callbacks.append(Rate(options.rate))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,13 +32,18 @@ def options(nodes: str, address: str, endpoint: str) -> list[str]:
     ]  # fmt: skip
 
 
-def run(out: Path, nodes: str, replaced: bool, *args: str) -> Job:
-    """Host 1 is killed while its rank stands in batch 24, and comes back empty if ``replaced``."""
+def run(out: Path, nodes: str, replaced: bool, *args: str, guarded: bool = False) -> Job:
+    """Host 1 is killed while its rank stands in batch 24, and comes back empty if ``replaced``.
+
+    guarded: under ``lightning-cpr run``.
+    """
+    how: Any = {"launcher": ("lightning_cpr.cli", "run")} if guarded else {"env": ENV}
+    spares = ["--spares=0"] if guarded else []
     with two_hosts(out) as (first, second):
-        script = [str(JOB), "--out", str(out), *args]
+        script = [*spares, str(JOB), "--out", str(out), *args]
         hang = [a for rank in (0, 1) for a in ("--hang", f"{rank}:24:forward")]
-        one = first.launch([*options(nodes, first.address, first.address), *script], ENV)
-        two = second.launch([*options(nodes, second.address, first.address), *script, *hang], ENV)
+        one = first.launch([*options(nodes, first.address, first.address), *script], **how)
+        two = second.launch([*options(nodes, second.address, first.address), *script, *hang], **how)
 
         def told() -> str:
             return f"{first.log()[-6000:]}\n{second.log()[-3000:]}"
@@ -51,7 +57,7 @@ def run(out: Path, nodes: str, replaced: bool, *args: str) -> Job:
         wait_for(hangs, 300, told)
         second.kill()
         if replaced:
-            second.launch([*options(nodes, second.address, first.address), *script], ENV)
+            second.launch([*options(nodes, second.address, first.address), *script], **how)
         code = one.wait(timeout=300)
         assert code == 0, told()
         return Job(code, f"{first.log()}\n{second.log()}", read_logs(out))
@@ -61,8 +67,9 @@ def first_of(job: Job, pid: int, event: str) -> dict[str, object]:
     return next(e for (_, p), log in job.logs.items() if p == pid for e in log if e["event"] == event)
 
 
-def test_the_other_hosts_rows_are_handed_over_to_whatever_rank_takes_them(tmp_path: Path) -> None:
-    job = run(tmp_path, "2", True)
+@pytest.mark.parametrize("guarded", [False, True], ids=["torchrun", "lightning-cpr run"])
+def test_the_other_hosts_rows_are_handed_over_to_whatever_rank_takes_them(guarded: bool, tmp_path: Path) -> None:
+    job = run(tmp_path, "2", True, guarded=guarded)
     broke = next(e | {"rank": rank} for (rank, _), log in job.logs.items() for e in log if e["event"] == "broke")
     owner = broke["rank"]
     (recovery,) = [e for e in read_events(Storage(str(tmp_path / "root"))) if e["event"] == "recovery"]

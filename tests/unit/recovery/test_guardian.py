@@ -46,6 +46,12 @@ def test_the_budget_counts_what_lies_in_the_window() -> None:
     assert "budget" in spent.reason
 
 
+def test_nobody_replaces_a_trainer_that_has_not_met_the_others() -> None:
+    verdict = judge(-9, [], now=0.0, budget=Budget(), started=False)
+    assert (verdict.act, verdict.code) == ("end", EXIT_STEP_DOWN)
+    assert "while the job started" in verdict.reason
+
+
 def test_the_first_note_of_a_user_error_stands_and_restores_torchruns_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,3 +141,11 @@ def test_an_abort_on_the_way_out_is_no_death(tmp_path: Path, last: str, code: in
     assert "after its script had ended" in stderr
     assert "takes over" not in stderr
     assert process.returncode == code
+
+
+def test_a_trainer_that_is_killed_before_it_has_met_the_others_steps_down(tmp_path: Path) -> None:
+    process = start(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == EXIT_STEP_DOWN
+    assert "while the job started" in stderr
+    assert "takes over" not in stderr
