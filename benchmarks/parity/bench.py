@@ -41,39 +41,38 @@ from lightning_cpr.store import (
     save,
 )
 
-WORLD, WIDTH = 4, 64
+WIDTH = 64
 SPANS = ("unhidden_s", "wait_s", "hidden_s", "unhidden_core_s", "hidden_core_s")
 
 
-def lookups(rows: int, count: int, rank: int, step: int) -> torch.Tensor:
+def lookups(args: argparse.Namespace, rank: int, step: int) -> torch.Tensor:
     """Row numbers with a power-law skew, repeats included, as a batch of a recommender looks up."""
-    generator = torch.Generator().manual_seed(step * WORLD + rank)
-    return (rows * torch.rand(count, generator=generator) ** 4).long()
+    generator = torch.Generator().manual_seed(step * args.world + rank)
+    return (args.rows * torch.rand(args.lookups, generator=generator) ** 4).long()
 
 
-def train(shard: Shard, rows: torch.Tensor, dense: torch.Tensor) -> None:
-    """A row-wise Adagrad step on the touched rows, and a dense part that takes about as long as a small DLRM's."""
+def train(keeper: ParityKeeper | None, shard: Shard, rows: torch.Tensor, step: int) -> float:
+    """Seconds of a step: a dense part that takes about as long as a small DLRM's, then row-wise Adagrad on the touched
+    rows. Parity keeps them between the two, where a backward reaches the lookup."""
+    dense, started = torch.full((384, 384), 1e-3), time.perf_counter()
     for _ in range(4):
         dense = torch.tanh(dense @ dense)
+    if keeper:
+        keeper.before_step({shard.spec: rows})
     unique = rows.unique()
     gradient = torch.full((unique.numel(), WIDTH), 1e-3)
     shard.states["sum"][unique] += gradient.square().mean(1)
     shard.weight[unique] -= gradient / shard.states["sum"][unique].sqrt().unsqueeze(1)
+    if keeper:
+        keeper.after_step(step)
+    return time.perf_counter() - started
 
 
 def run_mode(keeper: ParityKeeper | None, shard: Shard, args: argparse.Namespace, rank: int) -> dict[str, float]:
-    dense = torch.randn(384, 384)
     before = keeper.metrics() if keeper else {}
     steps, core, started = [], time.process_time(), time.perf_counter()
     for step in range(1, args.steps + 1):
-        rows = lookups(args.rows, args.lookups, rank, step)
-        begin = time.perf_counter()
-        if keeper:
-            keeper.before_step({shard.spec: rows})
-        train(shard, rows, dense)
-        if keeper:
-            keeper.after_step(step)
-        steps.append(time.perf_counter() - begin)
+        steps.append(train(keeper, shard, lookups(args, rank, step), step))
     seconds = time.perf_counter() - started
     after = keeper.metrics() if keeper else {}
     if keeper:
@@ -105,18 +104,32 @@ def rebuild(keeper: ParityKeeper, shard: Shard) -> dict[str, float]:
 
 
 def recovering(keeper: ParityKeeper, shard: Shard, args: argparse.Namespace, rank: int) -> dict[str, float]:
-    """Steps while the parity that rank 1 held is encoded anew, against steps with all encoded."""
-    keeper.rebuild([1])
-    steps, step = [], args.steps
-    while not keeper.protected:
-        step += 1
-        rows = lookups(args.rows, args.lookups, rank, step)
-        begin = time.perf_counter()
-        keeper.before_step({shard.spec: rows})
-        train(shard, rows, torch.randn(384, 384))
-        keeper.after_step(step)
-        steps.append(time.perf_counter() - begin)
-    return {"steps": float(len(steps)), "seconds": sum(steps), "mean_ms": 1e3 * statistics.mean(steps)}
+    """Steps from the loss of rank 1 until all is protected again, against as many before and after, all encoded."""
+    step = args.steps
+
+    def run(count: int) -> list[float]:
+        nonlocal step
+        times = []
+        while len(times) < count if count else not keeper.protected:
+            step += 1
+            times.append(train(keeper, shard, lookups(args, rank, step), step))
+        return times
+
+    before = run(args.steps)
+    keeper.flush()
+    dist.barrier()
+    rebuilt = keeper.rebuild([1]).seconds
+    during = run(0)
+    after = run(args.steps)
+    usual = statistics.mean(before + after)
+    return {
+        "steps": float(len(during)),
+        "encode_s": sum(during),
+        "usual_step_ms": 1e3 * usual,
+        "encode_step_ms": 1e3 * statistics.mean(during),
+        "throughput_while_encoding": usual / statistics.mean(during),
+        "throughput_with_rebuild": usual * len(during) / (sum(during) + rebuilt),
+    }
 
 
 def store(shard: Shard, table: TableSpec, folder: Path) -> dict[str, float]:
@@ -127,13 +140,15 @@ def store(shard: Shard, table: TableSpec, folder: Path) -> dict[str, float]:
     io = SaveIO(Storage(str(folder)), LocalKeyValue(), lambda: 0)
     spec = SaveSpec(new_version_id("bench", 0, 0, "n"), 0, "base", "exact", 1, (own,))
     started = time.perf_counter()
+    shard.weight.clone(), shard.states["sum"].clone()
+    copied, started = time.perf_counter() - started, time.perf_counter()
     report = save(io, spec, RankPart(0, [block]))
     saved = time.perf_counter()
     target = Shard(ShardSpec(name, 0, rows, 0, WIDTH, 0), torch.empty_like(shard.weight), {"sum": torch.empty(rows)})
     read_into(io.storage, load_manifest(io.storage, report.path), [target])
     loaded = time.perf_counter()
     assert torch.equal(target.weight, shard.weight)
-    return {"save_s": saved - started, "load_s": loaded - saved}
+    return {"save_s": saved - started, "load_s": loaded - saved, "copy_s": copied}
 
 
 def plan_of(k: int) -> ParityPlan:
@@ -147,11 +162,12 @@ def plan_of(k: int) -> ParityPlan:
 
 def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
+    world = args.world
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     table = TableSpec(
-        "t", args.rows * WORLD, WIDTH, torch.float32, "rowwise_adagrad", (StateSpec("sum", "row", torch.float32),), True
+        "t", args.rows * world, WIDTH, torch.float32, "rowwise_adagrad", (StateSpec("sum", "row", torch.float32),), True
     )
-    specs = [ShardSpec("t", r * args.rows, args.rows, 0, WIDTH, r) for r in range(WORLD)]
+    specs = [ShardSpec("t", r * args.rows, args.rows, 0, WIDTH, r) for r in range(world)]
     shard = Shard(specs[rank], torch.randn(args.rows, WIDTH), {"sum": torch.rand(args.rows)})
     shard_bytes = shard.weight.nbytes + shard.states["sum"].nbytes
     results: dict[str, dict[str, float]] = {"store": store(shard, table, Path(folder) / f"store{rank}")}
@@ -160,13 +176,13 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
         return GroupChannel(dist.new_group(backend="gloo"), timedelta(seconds=60))
 
     def keeper_of(config: ParityConfig) -> ParityKeeper:
-        hosts = [f"h{r}" for r in range(WORLD)]
+        hosts = [f"h{r}" for r in range(world)]
         keeper = ParityKeeper(config, [shard], {"t": table}, specs, hosts, rank, make_channel)
         keeper.start(0)
         return keeper
 
     run_mode(None, shard, argparse.Namespace(**{**vars(args), "steps": 8}), rank)
-    for every in (1, 8, 64):
+    for every in args.every:
         off = run_mode(None, shard, args, rank)
         keeper = keeper_of(ParityConfig(k=args.k, m=args.m, every_n_steps=every))
         started = time.perf_counter()
@@ -182,19 +198,20 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
         if every == 1:
             results["rebuild"] = rebuild(keeper, shard)
             keeper.encode()
+            dist.barrier()
             results["recovering"] = recovering(keeper, shard, args, rank)
         keeper.close()  # the run without parity changes rows untracked
         dist.barrier()
         again = run_mode(None, shard, args, rank)
         result |= {f"off_{name}": (off[name] + again[name]) / 2 for name in off}
-    for k in (1, 2, 3):
+    for k in args.memory_k:
         keeper = keeper_of(ParityConfig(k=k))
         keeper.encode()
         memory = {"parity": keeper.metrics()["parity_bytes"], "all": keeper.memory_bytes}
         results[f"memory_k{k}"] = {name: value / shard_bytes for name, value in memory.items()}
         keeper.close()
         dist.barrier()
-    gathered: list[object] = [None] * WORLD
+    gathered: list[object] = [None] * world
     dist.all_gather_object(gathered, results)
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(gathered))
@@ -202,34 +219,40 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=400_000, help="rows of width 64 a rank")
-    parser.add_argument("--lookups", type=int, default=8192, help="row lookups a rank and step")
-    parser.add_argument("--steps", type=int, default=96)
-    parser.add_argument("--k", type=int, default=2)
-    parser.add_argument("--m", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results.json")
-    args = parser.parse_args()
-    load = os.getloadavg()[0]
+def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """What all ranks measured, mean over ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (args, folder), WORLD)
+        mp.spawn(rank_main, (args, folder), args.world)
         ranks = json.loads(Path(folder, "results.json").read_text())
     modes = {
         mode: {name: round(statistics.mean(r[mode][name] for r in ranks), 4) for name in ranks[0][mode]}
         for mode in ranks[0]
     }
-    for mode in modes:
+    for mode, result in modes.items():
         if mode.startswith("every"):
-            modes[mode]["throughput_over_off"] = round(modes[mode]["off_run_s"] / modes[mode]["run_s"], 3)
-    modes["recovering"]["throughput_over_every_1"] = round(
-        1e3 * modes["every_1"]["run_s"] / args.steps / modes["recovering"]["mean_ms"], 3
-    )
+            result["throughput_over_off"] = round(result["off_run_s"] / result["run_s"], 3)
+    return modes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=400_000, help="rows of width 64 a rank")
+    parser.add_argument("--lookups", type=int, default=8192, help="row lookups a rank and step")
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--m", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results.json")
+    args = parser.parse_args()
+    load = os.getloadavg()[0]
+    runs = {
+        2: run(argparse.Namespace(**vars(args), world=4, k=2, every=(1, 8, 64), memory_k=(1, 2, 3))),
+        4: run(argparse.Namespace(**vars(args), world=5, k=4, every=(1,), memory_k=(4,))),
+    }
+    shard_bytes = args.rows * 4 * (WIDTH + 1)
     report = {
         "what": "parity in memory; mean over ranks; gloo over loopback, all ranks share the cores of one machine; the "
         "store is a local disk's page cache",
-        "settings": {"world": WORLD, "width": WIDTH, "optimizer": "row-wise Adagrad, fp32"}
-        | {name: getattr(args, name) for name in ("rows", "lookups", "steps", "k", "m")},
+        "settings": {"world": "4 at k=2, 5 at k=4", "width": WIDTH, "optimizer": "row-wise Adagrad, fp32"}
+        | {name: getattr(args, name) for name in ("rows", "lookups", "steps", "m")},
         "machine": {
             "cores": os.cpu_count(),
             "cpu": platform.processor() or platform.machine(),
@@ -238,10 +261,10 @@ def main() -> None:
             "python": platform.python_version(),
             "torch": torch.__version__,
         },
-        "results": modes,
+        "results": {f"k{k}": modes for k, modes in runs.items()},
         "plan_overhead_by_k": {k: round(plan_of(k).overhead, 4) for k in (2, 4, 8)},
-        "recovery": recovery_ratio(modes),
-        "total_overhead": overheads(modes),
+        "recovery": {f"k{k}": recovery_ratio(modes) for k, modes in runs.items()},
+        "total_overhead": overheads(runs, shard_bytes),
     }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))

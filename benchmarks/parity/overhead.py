@@ -15,6 +15,7 @@ from lightning_cpr.simulate.scenario import Failures, Job, Scenario, SimulatedCo
 
 H = 3600.0
 MTBFS_H = (0.5, 2.0, 8.0, 20.0)
+SIZES_GB = (1.0, 10.0, 50.0)
 STEP_S = 0.1
 NETWORK_BYTES_S = 25e9 / 8
 RESTART_S = 7.4
@@ -31,41 +32,53 @@ def upkeep(mode: dict[str, float]) -> dict[str, float]:
     return {"here": here, "cluster": (mode["unhidden_core_ms_a_step"] / 1e3 + late) / STEP_S}
 
 
-def overheads(results: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """For each MTBF and each mode: overheads as shares of useful time, and how far below full checkpoints."""
-    store, rebuild = results["store"], results["rebuild"]
-    costs = SimulatedCosts(save=store["save_s"], load=store["load_s"], restart=RESTART_S)
+def overheads(runs: dict[int, dict[str, dict[str, float]]], shard_bytes: float) -> list[dict[str, Any]]:
+    """For each shard size, MTBF and mode: overheads as shares of useful time, and how far below full checkpoints.
+
+    Args:
+        runs: measured, by k.
+        shard_bytes: of a rank, as measured. A save, a load, a copy and a rebuild of other sizes are scaled linearly.
+    """
     rows = []
-    for mtbf in MTBFS_H:
-        strategies = [Strategy("full")]
+    for size_gb in (round(shard_bytes / 1e9, 3), *SIZES_GB):
+        scale = size_gb * 1e9 / shard_bytes
+        for mtbf in MTBFS_H:
+            rows += _compare(runs, scale, mtbf, {"gb_a_rank": size_gb, "mtbf_h": mtbf})
+    return rows
+
+
+def _compare(
+    runs: dict[int, dict[str, dict[str, float]]], scale: float, mtbf_h: float, labels: dict[str, float]
+) -> list[dict[str, Any]]:
+    store = runs[2]["store"]
+    costs = SimulatedCosts(save=scale * store["save_s"], load=scale * store["load_s"], restart=RESTART_S)
+    strategies = [Strategy("full"), Strategy("full, written behind training", stall=scale * store["copy_s"])]
+    for k, modes in runs.items():
         for every in (1, 8, 64):
-            for where, share in upkeep(results[f"every_{every}"]).items():
+            for where, share in upkeep(modes[f"every_{every}"]).items() if f"every_{every}" in modes else ():
                 strategies.append(
                     Strategy(
-                        f"every {every}, {where}", "parity", upkeep=share, rebuild=rebuild["seconds"],
-                        rebuild_restart=DETECT_S,
+                        f"k={k}, every {every}, {where}", "parity", upkeep=share,
+                        rebuild=scale * modes["rebuild"]["seconds"], rebuild_restart=DETECT_S,
                     )
                 )  # fmt: skip
-        scenario = Scenario(Job(56 * H, owners=4), Failures(mtbf * H), costs, tuple(strategies), runs=500)
-        outcomes = simulate(scenario)
-        full = outcomes[0].overhead.total
-        for outcome in outcomes:
-            total = outcome.overhead.total
-            rows.append(
-                {
-                    "mtbf_h": mtbf,
-                    "strategy": outcome.strategy,
-                    "save_every_s": round(outcome.interval, 1),
-                    "overhead": round(total, 6),
-                    "below_full": round(1 - total / full, 4),
-                }
-            )
-    return rows
+    outcomes = simulate(Scenario(Job(56 * H, owners=4), Failures(mtbf_h * H), costs, tuple(strategies), runs=500))
+    full = outcomes[0].overhead.total
+    return [
+        labels
+        | {
+            "strategy": outcome.strategy,
+            "save_every_s": round(outcome.interval, 1),
+            "overhead": round(outcome.overhead.total, 6),
+            "below_full": round(1 - outcome.overhead.total / full, 4),
+        }
+        for outcome in outcomes
+    ]
 
 
 def recovery_ratio(results: dict[str, dict[str, float]], mtbf_h: float = 20.0) -> dict[str, float]:
     """A failure's cost by restart and reload, lost work counted, over its cost by parity."""
-    full = next(r for r in overheads(results) if r["mtbf_h"] == mtbf_h and r["strategy"] == "full")
+    full = _compare({2: results}, 1.0, mtbf_h, {})[0]
     restart = RESTART_S + results["store"]["load_s"] + full["save_every_s"] / 2
     parity = DETECT_S + results["rebuild"]["seconds"]
     return {

@@ -179,8 +179,14 @@ class ParityGuard(Callback):
     # Upkeep
 
     def _touch(self, spec: ShardSpec, ids: Tensor) -> None:
-        if self._keeper is not None:
+        if self._keeper is None:
+            return
+        try:
             self._keeper.before_step({spec: ids})
+        except RecoveryError as error:
+            if self._in_place:
+                raise
+            self._give_up(batches_trained(self._job.trainer), error)
 
     def _touch_dense(self) -> None:
         """Tables whose steps may change any row."""
@@ -204,17 +210,30 @@ class ParityGuard(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Where no process is replaced in place; the strategy's step has done it there."""
-        live = trainer.strategy.live  # type: ignore[attr-defined]
-        if self._keeper is None or (live is not None and live.enabled):
+        if self._keeper is None:
             return
         try:
-            self.end_step(batches_trained(trainer))
+            if not self._in_place:
+                self.end_step(batches_trained(trainer))
+            if self._injector is not None:  # a wipe takes rows whose exchange has read them
+                self._keeper.let_rows_change()
         except RecoveryError as error:
-            # The job's own collectives will tell whether a rank is gone: parity alone does not end it.
-            self._counts["parity_broken"] += 1
-            log.error("parity is off from here on: %s", error)
-            self._drop()
-            self._tell(batches_trained(trainer), str(error))
+            if self._in_place:
+                raise
+            self._give_up(batches_trained(trainer), error)
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether a lost process is replaced in place, for which the strategy's step ends exchanges."""
+        live = self._job.trainer.strategy.live  # type: ignore[attr-defined]
+        return live is not None and bool(live.enabled)
+
+    def _give_up(self, step: int, error: RecoveryError) -> None:
+        """Go on without parity. The job's own collectives will tell whether a rank is gone."""
+        self._counts["parity_broken"] += 1
+        log.error("parity is off from here on: %s", error)
+        self._drop()
+        self._tell(step, str(error))
 
     def end_step(self, step: int) -> None:
         keeper = self._required

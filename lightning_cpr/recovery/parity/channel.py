@@ -70,7 +70,7 @@ class GroupChannel:
             self._all_to_all(received, torch.tensor([message.numel() for message in outgoing]), [], [])
             sizes = received.tolist()
         incoming = torch.empty(sum(sizes), dtype=torch.int64)
-        self._all_to_all(incoming, torch.cat(list(outgoing)), list(sizes), [len(message) for message in outgoing])
+        self._all_to_all(incoming, _joined(outgoing), list(sizes), [len(message) for message in outgoing])
         return list(incoming.split(list(sizes)))
 
     def abort(self) -> None:
@@ -95,6 +95,18 @@ class GroupChannel:
         self._stuck.append((work, output, source))
         reason = "was aborted" if self._aborted else f"waited {self._timeout:.0f} s for a peer"
         raise LostPeerError(f"parity: the swap of rank {self.rank} {reason}; rebuild on a fresh process group")
+
+
+def _joined(messages: Sequence[Tensor]) -> Tensor:
+    """All messages in one tensor: their own memory, where they lie in it one after another."""
+    memory = messages[0].untyped_storage().data_ptr()
+    position = messages[0].storage_offset()
+    start = position
+    for message in messages:
+        if message.untyped_storage().data_ptr() != memory or message.storage_offset() != position:
+            return torch.cat(list(messages))
+        position += message.numel()
+    return messages[0].as_strided((position - start,), (1,), start)
 
 
 def open_channel(store: dist.Store, rank: int, world: int, timeout: timedelta) -> GroupChannel:

@@ -24,8 +24,9 @@ ORDER = 65535  # g ** ORDER == 1
 _REDUCE = 0x100B
 _CARRY = 0x0001_0001_0001_0001
 _KEEP = 0xFFFE_FFFE_FFFE_FFFE - (1 << 64)
-_SUM_CHUNK = 1 << 17
+_SUM_CHUNK = 1 << 18
 _SUM_WIDTH = 64
+_LAST_BIT, _REDUCE_LANE = np.int16(15), np.int16(_REDUCE)
 
 
 @cache
@@ -39,6 +40,15 @@ def _tables() -> tuple[Tensor, Tensor]:
     log = torch.zeros(ORDER + 1, dtype=torch.int32)
     log[exp[:ORDER].long()] = torch.arange(ORDER, dtype=torch.int32)
     return log, exp
+
+
+@cache
+def _wide_tables() -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms (of 0: ``2 * ORDER``) and powers of g, zeros from ``2 * ORDER`` on, so that 0 is no special case."""
+    log, exp = _tables()
+    logs = log.numpy().copy()
+    logs[0] = 2 * ORDER
+    return logs, np.concatenate([exp.numpy(), np.zeros(ORDER, np.int32)]).astype(np.uint16)
 
 
 @cache
@@ -78,21 +88,30 @@ def times(words: Tensor, exponent: int) -> Tensor:
 
 def times_each(words: Tensor, exponents: Tensor) -> Tensor:
     """``g**exponents[i] * words[i]``, both int64 ``[n]``."""
-    log, exp = _tables()
-    lanes = _lanes(words).view(-1, 4)
-    powers = log[lanes.long()].long() + (exponents % ORDER).unsqueeze(1)
-    return exp[powers].masked_fill_(lanes == 0, 0).to(torch.int16).view(torch.int64).view(-1)
+    logs, powers = _wide_tables()
+    lanes = words.contiguous().numpy().view(np.uint16).reshape(-1, 4)
+    sums = logs.take(lanes)
+    sums += (exponents.numpy() % ORDER).astype(np.int32)[:, None]
+    return torch.from_numpy(powers.take(sums).reshape(-1).view(np.int64))
 
 
 def row_sums(words: Tensor) -> Tensor:
     """Checksum of each row: int64 ``[n, r]`` -> int64 ``[n]``."""
-    if words.numel() == 0:
-        return torch.zeros(words.shape[0], dtype=torch.int64)
-    columns = words.t().contiguous()
-    sums, carry = columns[-1].clone(), torch.empty_like(columns[-1])
-    for column in reversed(columns[:-1].unbind()):
-        _double_(sums, carry)
-        sums.bitwise_xor_(column)
+    count, width = words.shape
+    sums = torch.zeros(count, dtype=torch.int64)
+    step = max(1, _SUM_CHUNK // max(1, width))
+    for start in range(0, count if width else 0, step):
+        columns = np.ascontiguousarray(words[start : start + step].numpy().T)
+        total = sums[start : start + step].numpy()
+        lanes = total.view(np.int16)
+        carry = np.empty_like(lanes)
+        total[:] = columns[-1]
+        for column in columns[-2::-1]:
+            np.right_shift(lanes, _LAST_BIT, out=carry)  # all ones where the lane overflows
+            np.bitwise_and(carry, _REDUCE_LANE, out=carry)
+            np.add(lanes, lanes, out=lanes)
+            np.bitwise_xor(lanes, carry, out=lanes)
+            np.bitwise_xor(total, column, out=total)
     return sums
 
 

@@ -67,6 +67,7 @@ def run_exchange(
         RecoveryError: a peer is gone. This rank's ``progress`` says how far it came.
     """
     number = closed.exchange
+    closed.take()
     probe("closed", number)
     outgoing = owner.messages(closed)
     rows = sum(change.rows.numel() for change in closed.changes.values())

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from lightning_cpr.recovery.parity import code
@@ -18,24 +20,35 @@ from lightning_cpr.recovery.parity.groups import Member, ParityPlan, Part, Piece
 from lightning_cpr.recovery.parity.records import WORD
 from lightning_cpr.recovery.parity.wire import Route, Section, routes_between, unpack
 
+_XOR_ROWS = 512  # as many as stay in the processor's cache
+
 
 @dataclass
 class _Incoming:
     """Rows of one shard of another rank: where their parity lies, how far they are encoded, their checksums.
 
+    By part, int64: bases, the first word of its parity; exponents, its weight there; cursors.
+
     sums: int64, by block, the blocks of a part behind those of the part before; ``first_block`` is that of each part.
     """
 
     route: Route
-    bases: list[int]
-    exponents: list[int]
+    bases: Tensor
+    exponents: Tensor
     cursors: Tensor
-    first_block: list[int]
+    first_block: Tensor
     sums: Tensor
 
     def sums_of(self, part: int) -> Tensor:
-        start = self.first_block[part]
+        start = int(self.first_block[part])
         return self.sums[start : start + self.route.parts[part].blocks]
+
+    def weighted(self, bits: Tensor, counts: np.ndarray) -> Tensor:
+        """``bits`` (``[n, width]``, ``counts[i]`` of them of part i) as parity counts them."""
+        if not bool(self.exponents.any()):
+            return bits
+        stretches = zip(bits.split(counts.tolist()), self.exponents.tolist(), strict=True)
+        return torch.cat([code.times(stretch, exponent) for stretch, exponent in stretches])
 
 
 class ParityHolder:
@@ -65,6 +78,7 @@ class ParityHolder:
             for i, (part, piece) in enumerate(zip(incoming.route.parts, incoming.route.pieces, strict=True))
         }
         self._staged: list[tuple[_Incoming, Section]] = []
+        self._due: dict[tuple[int, int], list[Piece]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -114,13 +128,11 @@ class ParityHolder:
 
     def check_parity(self, exchange: int, every: int) -> list[Piece]:
         """Compare parity with the checksums of its members, for the pieces due; the pieces that differ."""
-        wrong = []
-        for piece in self.pieces:
-            if self._plan.scrub_due(piece, exchange, every) and self._parity_sum(piece) != code.flat_sum(
-                self.parity(piece)
-            ):
-                wrong.append(piece)
-                self.bad.add(piece.index)
+        key = (exchange % every, every)
+        if key not in self._due:
+            self._due[key] = [piece for piece in self.pieces if self._plan.scrub_due(piece, exchange, every)]
+        wrong = [piece for piece in self._due[key] if self._parity_sum(piece) != code.flat_sum(self.parity(piece))]
+        self.bad.update(piece.index for piece in wrong)
         return wrong
 
     def parity(self, piece: Piece) -> Tensor:
@@ -160,7 +172,7 @@ class ParityHolder:
         for tracked in self._incoming.values():
             for incoming in tracked:
                 incoming.sums.zero_()
-                incoming.cursors = torch.tensor([part.row_lo for part in incoming.route.parts])
+                incoming.cursors = incoming.route.lows.clone()
 
     def _track(self, route: Route, source: int) -> _Incoming:
         exponents = []
@@ -171,35 +183,42 @@ class ParityHolder:
         blocks = [0, *accumulate(part.blocks for part in route.parts)]
         return _Incoming(
             route,
-            [self._base[piece.index] + part.offset for part, piece in zip(route.parts, route.pieces, strict=True)],
-            exponents,
-            torch.tensor([part.row_lo for part in route.parts]),
-            blocks[:-1],
+            torch.tensor(
+                [self._base[piece.index] + p.offset for p, piece in zip(route.parts, route.pieces, strict=True)]
+            ),
+            torch.tensor(exponents),
+            route.lows.clone(),
+            torch.tensor(blocks[:-1]),
             torch.zeros(blocks[-1], dtype=torch.int64),
         )
 
     def _xor(self, incoming: _Incoming, section: Section) -> None:
-        parts = incoming.route.parts
-        edges = torch.searchsorted(section.rows, torch.tensor([[p.row_lo, p.row_hi] for p in parts])).tolist()
-        for i, (part, (low, high)) in enumerate(zip(parts, edges, strict=True)):
-            if low == high:
-                continue
-            index = section.rows[low:high] - part.row_lo
-            bits = code.times(section.bits[low:high], incoming.exponents[i])
-            base = incoming.bases[i]
-            memory = self._parity[base : base + part.words].view(part.rows, part.width)
-            first, last = int(index[0]), int(index[-1])
-            if last - first == high - low - 1:
-                memory[first : last + 1] ^= bits
-            else:
-                memory.index_copy_(0, index, memory.index_select(0, index).bitwise_xor_(bits))
-        of = torch.searchsorted(torch.tensor([p.row_lo for p in parts]), section.rows, right=True) - 1
-        index = section.rows - torch.tensor([p.row_lo for p in parts])[of]
-        block_rows = parts[0].block_rows
-        blocks = index // block_rows + torch.tensor(incoming.first_block)[of]
-        placed = code.times_each(section.sums, index % block_rows * incoming.route.width)
+        if not section.rows.numel():
+            return
+        route, width, rows = incoming.route, incoming.route.width, section.rows.numpy()
+        counts = np.diff(np.searchsorted(rows, route.lows.numpy()), append=rows.size)
+        index = rows - route.lows.numpy().repeat(counts)
+        starts = incoming.bases.numpy().repeat(counts) + index * width
+        self._xor_words(starts, incoming.weighted(section.bits, counts).numpy())
+        block, within = np.divmod(index, route.parts[0].block_rows)
+        placed = code.times_each(section.sums, torch.from_numpy(within * width))
+        blocks = torch.from_numpy(block + incoming.first_block.numpy().repeat(counts))
         blocks, change = code.xor_by_block(placed, blocks)
         incoming.sums[blocks] ^= change
+
+    def _xor_words(self, starts: np.ndarray, bits: np.ndarray) -> None:
+        """XOR rows into parity, each from the word ``starts[i]`` on."""
+        parity, width = self._parity.numpy(), bits.shape[1]
+        # every stretch of `width` words as a row of its own; the ones that are written do not overlap
+        stretches = as_strided(parity, (parity.size - width + 1, width), parity.strides * 2)
+        for first in range(0, len(starts), _XOR_ROWS):
+            at, change = starts[first : first + _XOR_ROWS], bits[first : first + _XOR_ROWS]
+            if at[-1] - at[0] == (len(at) - 1) * width and bool((np.diff(at) == width).all()):
+                parity[at[0] : at[-1] + width] ^= change.reshape(-1)
+            else:
+                rows = stretches[at]
+                rows ^= change
+                stretches[at] = rows
 
     def _parity_sum(self, piece: Piece) -> int:
         """The checksum that the piece's parity must have."""

@@ -8,9 +8,10 @@ Call order, each call on every rank at the same step::
     keeper.stand_at(exchange) on survivors                      # where nothing is to be lost
     keeper.rebuild(lost) on all ranks
 
-The differences of a step travel while the next one computes: on a thread and a process group of their own. One exchange
-is on its way at a time; `after_step` waits for the one before. Memory beside the parity: twice the rows touched between
-two exchanges, as an owner and as a holder. Source: ECRM (arXiv 2104.01981), with XOR of bits in place of float sums.
+The differences of a step are made and travel while the next one computes: on a thread and a process group of their own.
+One exchange is on its way at a time; `after_step` waits for the one before, and `before_step` until that thread has
+read what the last step changed. Memory beside the parity: three times the rows touched between two exchanges, twice as
+an owner and once as a holder. Source: ECRM (arXiv 2104.01981), with XOR of bits in place of float sums.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from lightning_cpr.recovery.parity.groups import plan_parity
 from lightning_cpr.recovery.parity.holder import ParityHolder
 from lightning_cpr.recovery.parity.meter import Meter
 from lightning_cpr.recovery.parity.owner import Closed, ParityOwner
+from lightning_cpr.recovery.parity.pace import EncodePace
 from lightning_cpr.recovery.parity.rebuild import Rebuild, plan_jobs
-from lightning_cpr.recovery.parity.records import ShardRows, record_of
+from lightning_cpr.recovery.parity.records import WORD, ShardRows, record_of
 from lightning_cpr.recovery.parity.window import Window
 from lightning_cpr.spec import Shard, ShardSpec, TableSpec
 
@@ -118,6 +120,9 @@ class ParityKeeper:
         self._points: dict[int, Point] = {}
         self._now = Point(0, 0)
         self._encoded = False
+        words = (spec.rows * record_of(tables[spec.table], spec).words for spec in windows)
+        self._shard_bytes = WORD * sum(words)
+        self._pace = EncodePace(self._shard_bytes, config.encode_mb << 20)
         self._meter = Meter()
 
     # State
@@ -151,8 +156,7 @@ class ParityKeeper:
     @property
     def memory_bytes(self) -> int:
         """Host memory of this rank: parity, checksums, touched rows, exchanges under way."""
-        closed = self._closed
-        return self._holder.nbytes + self._owner.nbytes + (closed.nbytes if closed else 0)
+        return self._holder.nbytes + self._owner.nbytes
 
     def metrics(self) -> dict[str, float]:
         """Totals of this rank since `start` (see `Meter`) and where it stands now: seconds, bytes, steps, rows.
@@ -189,11 +193,29 @@ class ParityKeeper:
         Args:
             touched: int64 shard-local row numbers by shard, repeats allowed; None: any row may change. May be called
                 several times a step, always before the rows change.
+
+        Raises:
+            RecoveryError: the exchange under way broke on this rank before it had read its rows.
         """
         with self._meter.timed("unhidden"):
+            self.let_rows_change()
             for spec, rows in touched.items():
                 if _protectable(spec):
                     self._owner.windows[spec].touch(rows)
+
+    def let_rows_change(self) -> None:
+        """Wait until the exchange under way has read the rows that its steps changed; `before_step` does so itself.
+
+        Raises:
+            RecoveryError: it broke on this rank before that.
+        """
+        closed = self._closed
+        if closed is None or closed.whole:
+            return
+        with self._meter.timed("wait"):
+            closed.taken.wait()
+        if not closed.whole:
+            self._join()
 
     def after_step(self, step: int, samples: int = 0) -> None:
         """The step is done on this rank; hand its changes to the background if an exchange is due.
@@ -204,7 +226,9 @@ class ParityKeeper:
         self._now = Point(step, samples)
         every = self.config.every_n_steps if self._encoded else 1
         if step - self._points[self._progress.closed].step >= every:
-            self._exchange()
+            if self._inflight is not None:
+                self._pace.tell(late=not self._inflight.done())
+            self._exchange(self._pace.room)
 
     def join(self) -> None:
         """Wait until all ranks have the exchange under way, if there is one.
@@ -216,7 +240,7 @@ class ParityKeeper:
 
     def flush(self) -> None:
         """Exchange now, and wait until all ranks have it."""
-        self._exchange()
+        self._exchange(self.config.encode_mb << 20)
         self._join()
 
     def encode(self) -> None:
@@ -267,6 +291,7 @@ class ParityKeeper:
         started = time.perf_counter()
         self._quit_exchange(abort=True)
         self._encoded = False
+        self._pace = EncodePace(self._shard_bytes, self.config.encode_mb << 20)
         channel = self._channel = self._make_channel()
         if self.rank in lost:
             self._progress.fresh = True
@@ -310,14 +335,14 @@ class ParityKeeper:
 
     # Inner parts
 
-    def _exchange(self) -> None:
+    def _exchange(self, encode_bytes: int) -> None:
         if self._channel is None or self._progress.fresh:
             raise RecoveryError("parity is not running on this rank: call start or rebuild first")
         with self._meter.timed("unhidden"):
             self._join()
             number = self._progress.closed + 1
             every = self.config.scrub_every if self._encoded else 0
-            self._closed = self._owner.close(number, self.config.encode_mb << 20, every)
+            self._closed = self._owner.close(number, encode_bytes, every)
             self._progress.closed = number
             self._points[number] = self._now
             self._inflight = self._worker.submit(self._background, self._closed, self._channel, every)
@@ -334,6 +359,8 @@ class ParityKeeper:
                 raise RecoveryError(
                     f"parity: exchange {closed.exchange} failed on rank {self.rank}: {error}"
                 ) from error
+            finally:
+                closed.taken.set()
 
     def _join(self) -> None:
         """Wait for the exchange under way and take its outcome."""
@@ -364,6 +391,7 @@ class ParityKeeper:
             window.restart()
         self._closed = None
         self._encoded = False
+        self._pace = EncodePace(self._shard_bytes, self.config.encode_mb << 20)
         self._meter = Meter()
 
     def _go_to(self, exchange: int) -> None:

@@ -6,41 +6,48 @@ send its current bits as a difference. Encoding thus needs no protocol of its ow
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_cpr.recovery.parity import code
-from lightning_cpr.recovery.parity.groups import ParityPlan
+from lightning_cpr.recovery.parity.groups import ParityPlan, Part, Piece
 from lightning_cpr.recovery.parity.records import WORD
 from lightning_cpr.recovery.parity.window import Change, Window
-from lightning_cpr.recovery.parity.wire import Route, Section, pack, routes_between
+from lightning_cpr.recovery.parity.wire import Draft, Route, routes_between, write_messages
 from lightning_cpr.spec import ShardSpec
 
-Cursors = dict[int, list[list[int]]]  # by holder, route and part: the first row that is not in parity
+Cursors = dict[int, list[Tensor]]  # by holder and route, int64 ``[parts]``: the first row that is not in parity
 
 
 @dataclass
 class Closed:
-    """What left the shards at the end of an exchange's last step; all that its background work needs.
+    """An exchange, from the end of its last step on. Its parts happen in this order, the last two behind the training.
 
-    encoded: (holder, route number, first row, records) of rows that are new to parity. live: (holder, route number,
-    part number, records) of whole parts, for the comparison with parity.
+    changes: the touched rows. encoded: (holder, route number, first row, end) of rows that are new to parity.
+    live: (holder, route number, part number) of whole parts, for the comparison with parity.
+    taken: set once `take` has ended, or was given up: ``whole`` says which. Only then may rows change again.
     """
 
     exchange: int
     changes: dict[ShardSpec, Change]
     cursors_before: Cursors
     cursors_after: Cursors
-    encoded: list[tuple[int, int, int, Tensor]] = field(default_factory=list)
-    live: list[tuple[int, int, int, Tensor]] = field(default_factory=list)
+    encoded: list[tuple[int, int, int, int]] = field(default_factory=list)
+    live: list[tuple[int, int, int]] = field(default_factory=list)
+    taken: threading.Event = field(default_factory=threading.Event)
+    whole: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        slices = sum(t.nbytes for *_, t in self.encoded) + sum(t.nbytes for *_, t in self.live)
-        return slices + sum(change.nbytes for change in self.changes.values())
+    def take(self) -> None:
+        """Read the touched rows as the exchange's last step left them, where that is not done yet."""
+        for change in self.changes.values():
+            change.take()
+        self.whole = True
+        self.taken.set()
 
 
 class ParityOwner:
@@ -57,88 +64,108 @@ class ParityOwner:
             for number, route in enumerate(routes)
             for i, (part, piece) in enumerate(zip(route.parts, route.pieces, strict=True))
         ]
+        self._due: dict[tuple[int, int], list[tuple[int, int, int, Part, Piece]]] = {}
         self._cursors: Cursors = {}
+        self.unfinished = 0
+        """Rows that are not in parity yet, counted once for each holder."""
         self.forget(self._routes)
 
     @property
     def nbytes(self) -> int:
         return sum(window.nbytes for window in self.windows.values())
 
-    @property
-    def unfinished(self) -> int:
-        """Rows that are not in parity yet, counted once for each holder."""
-        return sum(part.row_hi - self._cursors[h][n][i] for h, n, i, part, _ in self._parts)
-
     def forget(self, holders: Iterable[int]) -> None:
         """These holders have none of the rows any more: encode them again."""
         for holder in set(holders) & self._routes.keys():
-            self._cursors[holder] = [[p.row_lo for p in r.parts] for r in self._routes[holder]]
+            self._cursors[holder] = [route.lows.clone() for route in self._routes[holder]]
+        self._count_unfinished()
 
     def resume(self, holder: int, unfinished: Mapping[int, int]) -> None:
         """A holder has all rows but those from the given ones on, by piece (what `ParityHolder.unfinished` says)."""
         self._cursors[holder] = [
-            [unfinished.get(piece.index, part.row_hi) for part, piece in zip(r.parts, r.pieces, strict=True)]
+            torch.tensor([unfinished.get(piece.index, p.row_hi) for p, piece in zip(r.parts, r.pieces, strict=True)])
             for r in self._routes.get(holder, [])
         ]
+        self._count_unfinished()
 
     def close(self, exchange: int, encode_bytes: int, scrub_every: int) -> Closed:
-        """Close all windows and take the slices of this exchange. Runs between two steps; copies, sends nothing."""
+        """Close all windows and choose the slices of this exchange. Runs between two steps, and copies nothing.
+
+        Args:
+            encode_bytes: how much of the rows that are not in parity yet enters it; a row at least.
+        """
         changes = {spec: window.close() for spec, window in self.windows.items()}
-        before = self._cursors
-        self._cursors = {holder: [list(c) for c in cursors] for holder, cursors in before.items()}
-        closed = Closed(exchange, changes, before, self._cursors)
-        for holder, number, i, part, piece in self._parts:
-            cursors = self._cursors[holder][number]
-            if cursors[i] < part.row_hi:
-                room = max(0 if closed.encoded else 1, encode_bytes // (part.width * WORD))
-                end = min(part.row_hi, cursors[i] + room)
-                if end > cursors[i]:
-                    words = self.windows[part.spec].read(slice(cursors[i], end))
-                    closed.encoded.append((holder, number, cursors[i], words))
-                    encode_bytes -= words.nbytes
-                    cursors[i] = end
-            elif self._plan.scrub_due(piece, exchange, scrub_every):
-                words = self.windows[part.spec].read(slice(part.row_lo, part.row_hi))
-                closed.live.append((holder, number, i, words))
+        closed = Closed(exchange, changes, self._cursors, self._cursors)
+        if self.unfinished:
+            self._cursors = closed.cursors_after = {h: [c.clone() for c in found] for h, found in self._cursors.items()}
+            closed.encoded = self._encode(encode_bytes)
+            self._count_unfinished()
+        for holder, number, i, part, _ in self._scrub_due(exchange, scrub_every):
+            if int(closed.cursors_before[holder][number][i]) == part.row_hi:
+                closed.live.append((holder, number, i))
         return closed
 
     def messages(self, closed: Closed) -> list[Tensor]:
-        """One message a rank. Puts the changes in order and frees the slices."""
-        closed.changes = {spec: change.tidy() for spec, change in closed.changes.items()}
-        sums = {spec: code.row_sums(change.bits) for spec, change in closed.changes.items()}
-        outgoing = [torch.empty(0, dtype=torch.int64)] * self._plan.world
+        """One message a rank, of an exchange that is taken. Training may go on meanwhile."""
+        for change in closed.changes.values():
+            change.tidy()
+        drafts: list[list[Draft]] = [[] for _ in range(self._plan.world)]
         for holder, routes in self._routes.items():
-            sections = [
-                self._section(closed, holder, number, route, sums[route.spec]) for number, route in enumerate(routes)
-            ]
-            outgoing[holder] = pack(sections)
-        closed.encoded, closed.live = [], []
-        return outgoing
+            drafts[holder] = [self._draft(closed, holder, number, route) for number, route in enumerate(routes)]
+        return write_messages(drafts)
 
     def reopen(self, closed: Closed) -> None:
         """Go back to before an exchange: its rows count as changed in the window that is open now."""
+        closed.take()
         for spec, change in closed.changes.items():
             self.windows[spec].reopen(change)
         self._cursors = closed.cursors_before
+        self._count_unfinished()
 
-    def _section(self, closed: Closed, holder: int, number: int, route: Route, sums: Tensor) -> Section:
+    def _encode(self, room: int) -> list[tuple[int, int, int, int]]:
+        slices: list[tuple[int, int, int, int]] = []
+        for holder, number, i, part, _ in self._parts:
+            cursors = self._cursors[holder][number]
+            start = int(cursors[i])
+            if start < part.row_hi:
+                end = min(part.row_hi, start + max(0 if slices else 1, room // (part.width * WORD)))
+                if end == start:
+                    break
+                slices.append((holder, number, start, end))
+                room -= (end - start) * part.width * WORD
+                cursors[i] = end
+        return slices
+
+    def _scrub_due(self, exchange: int, every: int) -> list[tuple[int, int, int, Part, Piece]]:
+        if not every:
+            return []
+        key = (exchange % every, every)
+        if key not in self._due:
+            self._due[key] = [entry for entry in self._parts if self._plan.scrub_due(entry[4], exchange, every)]
+        return self._due[key]
+
+    def _count_unfinished(self) -> None:
+        self.unfinished = sum(
+            int((route.highs - cursors).sum())
+            for holder, routes in self._routes.items()
+            for route, cursors in zip(routes, self._cursors.get(holder, []), strict=False)
+        )
+
+    def _draft(self, closed: Closed, holder: int, number: int, route: Route) -> Draft:
         change = closed.changes[route.spec]
-        lows = torch.tensor([part.row_lo for part in route.parts])
-        part = torch.searchsorted(lows, change.rows, right=True) - 1
-        known = torch.tensor(closed.cursors_before[holder][number])[part]
-        ours = torch.nonzero((part >= 0) & (change.rows < known)).view(-1)
-        rows, sums, bits = change.rows[ours], sums[ours], change.bits.index_select(0, ours)
-        new = [(start, words) for h, n, start, words in closed.encoded if (h, n) == (holder, number)]
-        if new:
-            rows = torch.cat([rows, *(torch.arange(start, start + len(words)) for start, words in new)])
-            sums = torch.cat([sums, *(code.row_sums(words) for _, words in new)])
-            bits = torch.cat([bits, *(words for _, words in new)])
-            if not bool((rows[1:] > rows[:-1]).all()):
-                rows, order = rows.sort()
-                sums, bits = sums[order], bits.index_select(0, order)
-        published = {
-            i: code.block_sums(words, route.parts[i].block_rows)
-            for h, n, i, words in closed.live
-            if (h, n) == (holder, number)
-        }
-        return Section(torch.tensor(closed.cursors_after[holder][number]), rows, sums, bits, published)
+        # of each part the rows that are in parity already
+        ends = torch.minimum(route.highs, closed.cursors_before[holder][number])
+        low, high = np.searchsorted(change.rows.numpy(), torch.stack([route.lows, ends]).numpy())
+        counts = high - low
+        skipped = (low - (counts.cumsum() - counts)).repeat(counts)
+        places = torch.from_numpy(np.arange(skipped.size) + skipped)
+        window = self.windows[route.spec]
+        new = [
+            (start, window.read(slice(start, end))) for h, n, start, end in closed.encoded if (h, n) == (holder, number)
+        ]
+        published = {}
+        for h, n, i in closed.live:
+            if (h, n) == (holder, number):
+                part = route.parts[i]
+                published[i] = code.block_sums(window.read(slice(part.row_lo, part.row_hi)), part.block_rows)
+        return Draft(route, closed.cursors_after[holder][number], change, places, new, published)

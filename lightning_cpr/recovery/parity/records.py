@@ -7,8 +7,10 @@ and width can be XORed, and parity of shards of different widths shares one flat
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,11 @@ class Record:
     fields: tuple[tuple[str | None, int, int], ...]
     words: int
 
+    @property
+    def padded(self) -> bool:
+        """Whether some bytes belong to no field."""
+        return sum(size for _, _, size in self.fields) < self.words * WORD
+
 
 def record_of(table: TableSpec, spec: ShardSpec) -> Record:
     """The record of one row of a shard. Depends on table and width alone: every rank computes the same."""
@@ -37,7 +44,7 @@ def record_of(table: TableSpec, spec: ShardSpec) -> Record:
 
 
 class ShardRows:
-    """Reads and writes rows of a live shard as records, int64 ``[n, words]`` in host memory."""
+    """Reads and writes rows of a live shard as records, int64 ``[n, words]`` in host memory, or field by field."""
 
     def __init__(self, shard: Shard, record: Record) -> None:
         self.spec = shard.spec
@@ -49,21 +56,47 @@ class ShardRows:
 
     def read(self, rows: Tensor | slice) -> Tensor:
         """Rows by shard-local number (int64, on the CPU) or as a range."""
-        count = rows.numel() if isinstance(rows, Tensor) else rows.stop - rows.start
-        words = torch.zeros((count, self.record.words), dtype=torch.int64)
-        for bits, offset, size in self._fields:
-            source = bits.index_select(0, rows.to(bits.device)) if isinstance(rows, Tensor) else bits[rows]
-            _place(words, bits.dtype, offset, size).copy_(source)
+        if isinstance(rows, Tensor):
+            fields = self.room(rows.numel())
+            self.take(rows, fields)
+        else:
+            fields = [bits[rows] for bits, _, _ in self._fields]
+        words = torch.empty((fields[0].shape[0], self.record.words), dtype=torch.int64)
+        self.join(fields, words)
         return words
 
     def write(self, rows: Tensor | slice, words: Tensor) -> None:
         """The opposite of `read`. Row numbers are distinct."""
-        for bits, offset, size in self._fields:
-            source = _place(words, bits.dtype, offset, size).to(bits.device)
-            if isinstance(rows, Tensor):
-                bits.index_copy_(0, rows.to(bits.device), source)
+        fields = [_place(words, bits.dtype, offset, size) for bits, offset, size in self._fields]
+        if isinstance(rows, Tensor):
+            self.put(rows, fields)
+            return
+        for (bits, _, _), source in zip(self._fields, fields, strict=True):
+            bits[rows] = source.to(bits.device)
+
+    def room(self, count: int) -> list[Tensor]:
+        """Memory for ``count`` rows, by field."""
+        return [torch.empty((count, bits.shape[1]), dtype=bits.dtype) for bits, _, _ in self._fields]
+
+    def take(self, rows: Tensor, fields: Sequence[Tensor]) -> None:
+        """Copy rows by number (int64, on the CPU, all of the shard) into ``fields``, of as many rows."""
+        for (bits, _, _), target in zip(self._fields, fields, strict=True):
+            if bits.is_cpu and bits.is_contiguous():
+                np.take(bits.numpy(), rows.numpy(), axis=0, out=target.numpy(), mode="clip")
             else:
-                bits[rows] = source
+                target.copy_(bits.index_select(0, rows.to(bits.device)))
+
+    def put(self, rows: Tensor, fields: Sequence[Tensor]) -> None:
+        """The opposite of `take`. Row numbers are distinct."""
+        for (bits, _, _), source in zip(self._fields, fields, strict=True):
+            bits.index_copy_(0, rows.to(bits.device), source.to(bits.device))
+
+    def join(self, fields: Sequence[Tensor], words: Tensor) -> None:
+        """Write rows given by field as records: int64 ``[n, words]``."""
+        if self.record.padded:
+            words.zero_()
+        for (bits, offset, size), source in zip(self._fields, fields, strict=True):
+            _place(words, bits.dtype, offset, size).copy_(source)
 
 
 def _place(words: Tensor, unit: torch.dtype, offset: int, size: int) -> Tensor:

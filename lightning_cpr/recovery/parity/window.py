@@ -1,115 +1,198 @@
-"""What the owner of a shard keeps: the bits that its rows had at the last exchange, for each row touched since."""
+"""What the owner of a shard keeps: the bits that its rows had at the last exchange, for each row touched since.
+
+Two threads meet here. The training thread calls `Window.touch` and `Window.close`; the exchange's thread calls
+`Change.take` before the next touch, and `Window.read` at any time: a row's first bits are kept before its slot says so,
+and that before the row changes, so that `read`, which looks at the row first and at the slot then, never misses them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_cpr.recovery.parity.records import ShardRows
 
+_TAKE_ROWS = 1024  # as many as stay in the processor's cache
+_MAX_SLOT = 1 << 30
+
 
 @dataclass
 class Change:
-    """What one exchange says about one shard. rows: int64 ``[n]``, shard-local, distinct; bits: ``[n, words]``, XOR of
-    the rows' records before and after."""
+    """What one exchange says about one shard.
 
+    rows: int64 ``[n]``, shard-local, distinct, increasing after `tidy`; fields: the rows' bits before the exchange's
+    steps, after `take` their XOR with those behind them. Both lie in the window's spare buffer until its next `close`.
+    order: where in ``fields`` each row lies; None: at the same place. taken: how many rows are XORed.
+    """
+
+    shard: ShardRows
     rows: Tensor
-    bits: Tensor
+    fields: list[Tensor]
+    order: Tensor | None = None
+    taken: int = 0
+
+    def take(self) -> None:
+        """XOR with the bits that the rows have now, before they change again. Goes on where it was broken off."""
+        room = self.shard.room(min(_TAKE_ROWS, self.rows.numel()))
+        for start in range(self.taken, self.rows.numel(), _TAKE_ROWS):
+            rows = self.rows[start : start + _TAKE_ROWS]
+            now = [field[: rows.numel()] for field in room]
+            self.shard.take(rows, now)
+            for field, after in zip(self.fields, now, strict=True):
+                field[start : start + _TAKE_ROWS].bitwise_xor_(after)
+            self.taken += rows.numel()
+
+    def tidy(self) -> None:
+        """By row number, without rows that kept their bits."""
+        rows = self.rows.numpy()
+        if bool((rows[1:] < rows[:-1]).any()):
+            self.order = torch.from_numpy(rows.argsort())
+            self.rows = self.rows[self.order]
+        suspects = torch.nonzero(self.fields[0][:, 0] == 0).view(-1)
+        if suspects.numel():
+            same = torch.ones(suspects.numel(), dtype=torch.bool)
+            for field in self.fields:
+                same &= (field.index_select(0, suspects) == 0).all(dim=1)
+            changed = torch.ones(rows.size, dtype=torch.bool)
+            changed[suspects[same]] = False
+            order = torch.arange(rows.size) if self.order is None else self.order
+            kept = changed[order]
+            if not bool(kept.all()):
+                self.rows, self.order = self.rows[kept], order[kept]
+
+    def join(self, places: Tensor, words: Tensor) -> None:
+        """Write the XORs of the rows at these places of ``rows`` (int64, increasing) as records, ``[n, words]``."""
+        where = places if self.order is None else self.order[places]
+        for start in range(0, where.numel(), _TAKE_ROWS):
+            some = where[start : start + _TAKE_ROWS]
+            first, end = int(some[0]), int(some[-1]) + 1
+            if self.order is None and end - first == some.numel():
+                fields = [field[first:end] for field in self.fields]
+            else:
+                fields = [field.index_select(0, some) for field in self.fields]
+            self.shard.join(fields, words[start : start + _TAKE_ROWS])
+
+
+class _Touched:
+    """Rows and their bits in a buffer that grows by doubling and is kept."""
+
+    def __init__(self, shard: ShardRows) -> None:
+        self._shard = shard
+        self.rows = torch.empty(0, dtype=torch.int64)
+        self.fields = shard.room(0)
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes + self.bits.nbytes
+        return self.rows.nbytes + sum(field.nbytes for field in self.fields)
 
-    def tidy(self) -> Change:
-        """By row number, without rows that kept their bits."""
-        rows, order = self.rows.sort()
-        changed = self.bits.any(dim=1)[order]
-        if not bool(changed.all()):
-            rows, order = rows[changed], order[changed]
-        return Change(rows, self.bits.index_select(0, order))
+    def reserve(self, used: int, end: int) -> None:
+        if end > self.rows.numel():
+            room = min(self._shard.spec.rows, max(end, 2 * self.rows.numel()))
+            rows, fields = torch.empty(room, dtype=torch.int64), self._shard.room(room)
+            for new, old in zip([rows, *fields], [self.rows, *self.fields], strict=True):
+                new[:used] = old[:used]
+            self.rows, self.fields = rows, fields
 
 
 class Window:
-    """The first-touch bits of one shard since the last exchange. Memory: 4 bytes a row, and the touched rows in a
-    buffer that grows by doubling and is kept."""
+    """The first-touch bits of one shard since the last exchange. Memory: 4 bytes a row, and twice the touched rows: of
+    this window and of the one before, which is under way."""
 
     def __init__(self, rows: ShardRows) -> None:
         self._shard = rows
+        # a row's place among the touched ones, counted on from window to window: below `_first` it is an older window's
         self._slot = torch.full((rows.spec.rows,), -1, dtype=torch.int32)
-        self._rows = torch.empty(0, dtype=torch.int64)
-        self._before = torch.empty((0, rows.record.words), dtype=torch.int64)
+        self._first = 0
         self._count = 0
+        self._touched, self._spare = _Touched(rows), _Touched(rows)
 
     @property
     def nbytes(self) -> int:
-        return self._slot.nbytes + self._rows.nbytes + self._before.nbytes
+        return self._slot.nbytes + self._touched.nbytes + self._spare.nbytes
+
+    @property
+    def touched(self) -> Tensor:
+        """The rows that this window keeps, int64, in the order of their first touch."""
+        return self._touched.rows[: self._count]
 
     def touch(self, rows: Tensor | None) -> None:
         """Keep the rows' bits if this is their first touch. Call before they change.
 
         Args:
             rows: int64 shard-local numbers, in any order, repeats allowed. None: every row.
+
+        Raises:
+            IndexError: the shard has no such row.
         """
+        slots = self._slot.numpy()
         if rows is None:
-            fresh = torch.nonzero(self._slot < 0).view(-1)
+            fresh = np.flatnonzero(slots < self._first)
         else:
-            rows = rows.detach().reshape(-1).to("cpu", torch.int64)
-            fresh = rows[self._slot.index_select(0, rows) < 0]
-            # of a repeated row one number sticks: the entry that reads its own number back is the one to keep
-            numbers = torch.arange(fresh.numel(), dtype=torch.int32)
-            self._slot.index_put_((fresh,), numbers)
-            fresh = fresh[self._slot.index_select(0, fresh) == numbers]
-        self._add(fresh, self._shard.read(fresh))
+            ordered = np.sort(rows.detach().reshape(-1).to("cpu", torch.int64).numpy())
+            if ordered.size and not 0 <= ordered[0] <= ordered[-1] < slots.size:
+                raise IndexError(f"parity: rows {ordered[0]} to {ordered[-1]} were touched of {slots.size}")
+            distinct = np.ones(ordered.size, dtype=bool)
+            np.not_equal(ordered[1:], ordered[:-1], out=distinct[1:])
+            fresh = ordered[distinct]
+            fresh = fresh[slots.take(fresh) < self._first]
+        self._add(torch.from_numpy(fresh))
 
     def close(self) -> Change:
-        """Start a new window: what changed in this one."""
-        rows = self._rows[: self._count].clone()
-        change = Change(rows, self._shard.read(rows).bitwise_xor_(self._before[: self._count]))
+        """Start a new window: what changed in this one, once it is taken."""
+        kept, end = self._touched, self._count
+        self._touched, self._spare = self._spare, kept
         self.restart()
-        return change
+        return Change(self._shard, kept.rows[:end], [field[:end] for field in kept.fields])
 
     def read(self, rows: slice) -> Tensor:
         """Records of a range of rows as they stood when the window opened."""
         words = self._shard.read(rows)
-        slots = self._slot[rows]
+        slots = self._slot[rows] - self._first
         touched = torch.nonzero(slots >= 0).view(-1)
         if touched.numel():
-            words[touched] = self._before.index_select(0, slots[touched])
+            places = slots[touched].long()
+            before = torch.empty((places.numel(), words.shape[1]), dtype=torch.int64)
+            self._shard.join([field.index_select(0, places) for field in self._touched.fields], before)
+            words[touched] = before
         return words
 
     def reopen(self, change: Change) -> None:
         """Move the window's start back to before ``change``, the last one that was closed."""
-        slots = self._slot.index_select(0, change.rows)
-        open_now = slots >= 0
-        self._before[slots[open_now].long()] ^= change.bits[open_now]
-        rows = change.rows[~open_now]
-        self._add(rows, self._shard.read(rows).bitwise_xor_(change.bits[~open_now]))
+        order = torch.arange(change.rows.numel()) if change.order is None else change.order
+        slots = self._slot[change.rows] - self._first
+        known, new = torch.nonzero(slots >= 0).view(-1), torch.nonzero(slots < 0).view(-1)
+        start = self._count
+        places = slots[known].long()
+        self._add(change.rows[new])
+        for before, bits in zip(self._touched.fields, change.fields, strict=True):
+            before[places] ^= bits[order[known]]
+            before[start : self._count] ^= bits[order[new]]
 
     def roll_back(self) -> None:
         """Give the live shard the bits that it had when the window opened, and start a new window."""
-        self._shard.write(self._rows[: self._count], self._before[: self._count])
+        self._shard.put(self.touched, [field[: self._count] for field in self._touched.fields])
         self.restart()
 
     def restart(self) -> None:
         """Start a new window and forget what changed."""
-        self._slot[self._rows[: self._count]] = -1
+        self._first += self._count
         self._count = 0
+        if self._first > _MAX_SLOT:
+            self._slot.fill_(-1)
+            self._first = 0
 
     def write(self, rows: slice, words: Tensor) -> None:
         """Restore a range of live rows. The window holds none of them."""
         self._shard.write(rows, words)
 
-    def _add(self, rows: Tensor, before: Tensor) -> None:
-        end = self._count + rows.numel()
-        if end > self._rows.numel():
-            room = min(self._slot.numel(), max(end, 2 * self._rows.numel()))
-            self._rows, old_rows = torch.empty(room, dtype=torch.int64), self._rows
-            self._before, old_before = torch.empty((room, before.shape[1]), dtype=torch.int64), self._before
-            self._rows[: self._count] = old_rows[: self._count]
-            self._before[: self._count] = old_before[: self._count]
-        self._slot[rows] = torch.arange(self._count, end, dtype=torch.int32)
-        self._rows[self._count : end] = rows
-        self._before[self._count : end] = before
+    def _add(self, rows: Tensor) -> None:
+        start, end = self._count, self._count + rows.numel()
+        kept = self._touched
+        kept.reserve(start, end)
+        kept.rows[start:end] = rows
+        self._shard.take(rows, [field[start:end] for field in kept.fields])
+        self._slot.numpy()[rows.numpy()] = np.arange(self._first + start, self._first + end, dtype=np.int32)
         self._count = end

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lightning_cpr.errors import RecoveryError
+from lightning_cpr.recovery.parity import code
 from lightning_cpr.recovery.parity.groups import ParityPlan, Part, Piece
+from lightning_cpr.recovery.parity.window import Change
 from lightning_cpr.spec import ShardSpec
 
 
@@ -25,6 +28,16 @@ class Route:
     width: int
     parts: tuple[Part, ...]
     pieces: tuple[Piece, ...]
+
+    @cached_property
+    def lows(self) -> Tensor:
+        """The first row of each part, int64."""
+        return torch.tensor([part.row_lo for part in self.parts])
+
+    @cached_property
+    def highs(self) -> Tensor:
+        """The end of each part's rows, int64."""
+        return torch.tensor([part.row_hi for part in self.parts])
 
 
 @dataclass
@@ -43,6 +56,63 @@ class Section:
     published: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A section that is not written yet.
+
+    places: int64, increasing: which rows of ``change`` belong to it. new: (first row, records) of rows that are new to
+    parity.
+    """
+
+    route: Route
+    cursors: Tensor
+    change: Change
+    places: Tensor
+    new: list[tuple[int, Tensor]]
+    published: dict[int, Tensor]
+
+    @property
+    def rows(self) -> int:
+        return self.places.numel() + sum(len(words) for _, words in self.new)
+
+    @property
+    def words(self) -> int:
+        """Its share of the message."""
+        published = sum(1 + sums.numel() for sums in self.published.values())
+        return 2 + self.cursors.numel() + self.rows * (2 + self.route.width) + published
+
+    def write(self, words: Tensor) -> None:
+        """Fill its share of the message."""
+        count, parts, known = self.rows, self.cursors.numel(), self.places.numel()
+        head, rows, sums, bits, published = words.split(
+            [
+                2 + parts,
+                count,
+                count,
+                count * self.route.width,
+                words.numel() - 2 - parts - count * (2 + self.route.width),
+            ]
+        )
+        bits = bits.view(count, self.route.width)
+        head[0], head[1], head[2:] = count, len(self.published), self.cursors
+        torch.index_select(self.change.rows, 0, self.places, out=rows[:known])
+        self.change.join(self.places, bits[:known])
+        for start, new in self.new:
+            rows[known : known + len(new)] = torch.arange(start, start + len(new))
+            bits[known : known + len(new)] = new
+            known += len(new)
+        if self.new and not bool((rows[1:] > rows[:-1]).all()):
+            ordered, order = rows.sort()
+            rows.copy_(ordered)
+            bits.copy_(bits[order])
+        sums.copy_(code.row_sums(bits))
+        position = 0
+        for part, found in self.published.items():
+            published[position] = part
+            position += 1 + found.numel()
+            published[position - found.numel() : position] = found
+
+
 def routes_between(
     plan: ParityPlan, sources: Sequence[int], holders: Sequence[int]
 ) -> dict[tuple[int, int], list[Route]]:
@@ -59,14 +129,15 @@ def routes_between(
     return {pair: [_route(spec, parts) for spec, parts in _ordered(shards)] for pair, shards in found.items()}
 
 
-def pack(sections: Sequence[Section]) -> Tensor:
-    """The message of these sections."""
-    words: list[Tensor] = []
-    for s in sections:
-        words += [torch.tensor([s.rows.numel(), len(s.published)]), s.cursors, s.rows, s.sums, s.bits.reshape(-1)]
-        for part, sums in s.published.items():
-            words += [torch.tensor([part]), sums]
-    return torch.cat(words) if words else torch.empty(0, dtype=torch.int64)
+def write_messages(drafts: Sequence[Sequence[Draft]]) -> list[Tensor]:
+    """The message to each rank from its drafts. All lie in one tensor, one after another."""
+    sizes = [[draft.words for draft in found] for found in drafts]
+    memory = torch.empty(sum(map(sum, sizes)), dtype=torch.int64)
+    messages = list(memory.split([sum(found) for found in sizes]))
+    for message, found, counts in zip(messages, drafts, sizes, strict=True):
+        for draft, share in zip(found, message.split(counts), strict=True):
+            draft.write(share)
+    return messages
 
 
 def unpack(message: Tensor, routes: Sequence[Route], source: int) -> list[Section]:

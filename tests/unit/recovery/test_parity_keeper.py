@@ -15,6 +15,7 @@ from lightning_cpr.recovery.parity import code, groups
 from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.recovery.parity.exchange import POINTS
 from lightning_cpr.recovery.parity.keeper import ParityKeeper, Rebuilt
+from lightning_cpr.recovery.parity.window import Change
 from tests.parity_job import (
     Died,
     Hub,
@@ -381,3 +382,27 @@ def test_calls_out_of_order_and_unknown_shards_are_refused() -> None:
     known = [s for s in specs if s.owner != 0]
     with pytest.raises(ConfigError, match="disagree"):
         ParityKeeper(ParityConfig(k=2), shards, tables, known, ["a", "b", "c"], 0, lambda: HubChannel(hub, 0))
+
+
+def test_rows_that_could_not_be_read_stop_the_next_step_and_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(ParityConfig(k=4))
+    take = Change.take
+
+    def no_memory_on_rank_1(change: Change) -> None:
+        if change.shard.spec.owner == 1:
+            raise MemoryError("no room")
+        take(change)
+
+    try:
+        job.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(Change, "take", no_memory_on_rank_1)
+            job.run(1)
+            with pytest.raises(RecoveryError, match="failed on rank 1: no room"):
+                job.keepers[1].before_step({})
+        assert {result.point.step for result in job.replace([2])} == {job.step - 1}
+        for rank, keeper in enumerate(job.keepers):
+            keeper.roll_back()
+            assert bits(job.shards[rank]) == job.history[job.step - 1][rank]
+    finally:
+        job.close()

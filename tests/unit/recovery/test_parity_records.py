@@ -61,12 +61,14 @@ def test_a_window_remembers_the_first_bits_of_each_row(steps: list[list[int]], c
     for number, touched in enumerate(steps):
         if number == cut:
             middle, middle_words, change = bits([shard]), rows.read(slice(0, 20)), window.close()
+            change.take()
+            change.tidy()
         window.touch(torch.tensor(touched, dtype=torch.int64))
         shard.weight[touched] += 1
         shard.states["sum"][touched] *= 2
     if change is not None:
         distinct = {row for touched in steps[:cut] for row in touched}
-        assert change.tidy().rows.tolist() == sorted(distinct)
+        assert change.rows.tolist() == sorted(distinct)
         assert torch.equal(window.read(slice(0, 20)), middle_words)
         window.reopen(change)
     assert torch.equal(window.read(slice(0, 20)), first)
@@ -82,6 +84,43 @@ def test_touching_everything_keeps_every_row_once() -> None:
     window.touch(torch.tensor([[4, 4], [1, 4]]))
     window.touch(None)
     shard.weight.zero_()
-    assert sorted(window._rows[: window._count].tolist()) == list(range(6))
+    assert sorted(window.touched.tolist()) == list(range(6))
     window.roll_back()
     assert bits([shard]) == before
+
+
+def test_rows_that_the_shard_has_not_are_refused() -> None:
+    window = Window(one_shard(6, 2, "sgd", torch.float32)[1])
+    for row in (-1, 6):
+        with pytest.raises(IndexError, match="of 6"):
+            window.touch(torch.tensor([0, row]))
+
+
+def test_a_row_that_kept_its_bits_is_not_in_the_change_and_order_is_by_row() -> None:
+    shard, rows = one_shard(6, 2, "rowwise_adagrad", torch.float32)
+    window = Window(rows)
+    window.touch(torch.tensor([5, 2]))
+    window.touch(torch.tensor([0, 3]))
+    before = rows.read(slice(0, 6))
+    shard.weight[[0, 5]] += 1
+    shard.states["sum"][2] += 1  # the weight, which is looked at first, stays
+    change = window.close()
+    change.take()
+    change.tidy()
+    assert change.rows.tolist() == [0, 2, 5]
+    words = torch.empty((2, rows.record.words), dtype=torch.int64)
+    change.join(torch.tensor([1, 2]), words)
+    assert torch.equal(words, (rows.read(slice(0, 6)) ^ before)[[2, 5]])
+
+
+def test_a_range_read_while_a_step_changes_rows_is_of_the_windows_start() -> None:
+    shard, rows = one_shard(8, 2, "sgd", torch.float32)
+    window, start = Window(rows), rows.read(slice(0, 8))
+    window.touch(torch.tensor([1]))
+    shard.weight[1] += 1
+    window.close().take()
+    opened = rows.read(slice(0, 8))
+    window.touch(torch.tensor([1, 4]))
+    shard.weight[[1, 4]] += 1
+    assert torch.equal(window.read(slice(0, 8)), opened)
+    assert not torch.equal(opened, start)
