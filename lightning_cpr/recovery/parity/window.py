@@ -77,7 +77,7 @@ class Change:
 
 
 class _Touched:
-    """Rows and their bits in a buffer that grows by doubling and is kept."""
+    """Rows and their bits in a buffer that grows by a quarter and is kept."""
 
     def __init__(self, shard: ShardRows) -> None:
         self._shard = shard
@@ -90,7 +90,7 @@ class _Touched:
 
     def reserve(self, used: int, end: int) -> None:
         if end > self.rows.numel():
-            room = min(self._shard.spec.rows, max(end, 2 * self.rows.numel()))
+            room = min(self._shard.spec.rows, max(end, self.rows.numel() * 5 // 4))
             rows, fields = torch.empty(room, dtype=torch.int64), self._shard.room(room)
             for new, old in zip([rows, *fields], [self.rows, *self.fields], strict=True):
                 new[:used] = old[:used]
