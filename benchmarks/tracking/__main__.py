@@ -1,9 +1,10 @@
 """What it costs a training step to track the rows that it touches: bits alone, and with the counters of MFU and SSU.
 
-    python -m benchmarks.tracking [--rounds 30] [--batch 2048] [--rows 1000000] [--out results.json]
+    python -m benchmarks.tracking [--model terabyte] [--rounds 30] [--batch 2048] [--rows 1000000] [--out results.json]
 
 One process, one thread: Facebook's DLRM for Criteo Kaggle (bottom 13-512-256-64-16, top 512-256-1, 26 tables of 16
-columns in Kaggle's proportions, row-wise Adagrad), with Zipf ids. The kinds of tracking take turns with none, a few
+columns) or MLPerf's for Criteo Terabyte (bottom 13-512-256-128, top 1024-1024-512-256-1, 128 columns), the tables in
+Kaggle's proportions, row-wise Adagrad, with Zipf ids. The kinds of tracking take turns with none, a few
 steps each. Two figures of CPU time a kind, as shares of an untracked step: what its own code takes within a step
 (``own``, exact to a few per cent of itself), and how much longer its steps are than the untracked ones of the same
 round (``longer``, as noisy as the machine).
@@ -33,6 +34,8 @@ from recipes.batch import Batch
 from recipes.dlrm import DLRMModule
 from recipes.synthetic import SyntheticDataModule
 
+# columns, bottom layers but the last, top layers but the last
+MODELS = {"kaggle": (16, [512, 256, 64], [512, 256]), "terabyte": (128, [512, 256], [1024, 1024, 512, 256])}
 KINDS = ("off", "bits", "mfu", "ssu")
 LIMIT = 0.01
 
@@ -120,6 +123,7 @@ def _undisturbed(values: Sequence[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=tuple(MODELS), default="kaggle")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=8, help="of a kind in a round")
     parser.add_argument("--batch", type=int, default=2048)
@@ -130,7 +134,8 @@ def main() -> None:
     torch.manual_seed(0)
     module = SyntheticDataModule(tables=args.rows, train=64 * args.batch, val=0, test=0, batch_size=args.batch)
     module.setup("fit")
-    model = DLRMModule(module.tables, 16, 13, dense_layers=[512, 256, 64], over_layers=[512, 256])
+    columns, bottom, top = MODELS[args.model]
+    model = DLRMModule(module.tables, columns, 13, dense_layers=bottom, over_layers=top)
     found = report(measure(Trainee(model), list(module.train_dataloader()), args.rounds, args.steps))
     for kind, figures in found.items():
         line = f"{kind:5} {figures['ms']:8.2f} ms a step"
@@ -141,7 +146,13 @@ def main() -> None:
     if args.out is not None:
         versions = {name: version(name) for name in ("torch", "torchrec", "fbgemm-gpu-cpu")}
         machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "versions": versions}
-        setting = {"batch": args.batch, "rows": args.rows, "rounds": args.rounds, "steps": args.steps}
+        setting = {
+            "model": args.model,
+            "batch": args.batch,
+            "rows": args.rows,
+            "rounds": args.rounds,
+            "steps": args.steps,
+        }
         args.out.write_text(json.dumps({"machine": machine, "setting": setting, "kinds": found}, indent=1) + "\n")
 
 
