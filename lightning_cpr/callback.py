@@ -331,7 +331,10 @@ class CPRCallback(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if hasattr(self, "_events") and (isinstance(exception, RecoveryError) or is_lost_peer(exception)):
             told = {"where": where_lost(trainer), "error": str(exception).partition("\n")[0]}
-            log.error("no recovery in place %s: %s", *told.values())
+            live = _strategy(trainer).live
+            how = "" if live is not None and live.enabled else "; under 'lightning-cpr run' a process is replaced"
+            log.error("no recovery in place %s: %s%s", *told.values(), how)
+            log.error("started again, the job goes on from the newest version in %s", self.root)
             self._events.emit("stepped_down", step=batches_trained(trainer), **told)
         if self._at_work:
             self._cycle.saves.io.cancel.set()

@@ -59,8 +59,9 @@ def take_up(job: Job, storage: Storage, run: Run, found: Found, loaded: Version 
         run.epoch = job.from_rank_0(lambda: list_versions(storage, run_id)[0].epoch) + 1
     elif found.foreign:
         raise ForeignRunError(
-            f"{storage.root} cannot be used: {found.foreign}. Resume that run with"
-            f" trainer.fit(..., ckpt_path={storage.root!r}), which reshards where it must, or choose an empty root."
+            f"{storage.root} cannot be used: {found.foreign}. Choose an empty root; then go on from that run with"
+            f" trainer.fit(..., ckpt_path={storage.root!r}), which reshards where it must, or, where tables differ,"
+            " take rows over with lightning_cpr.warm_start (docs/saving.md)."
         )
     else:
         run.epoch = 0

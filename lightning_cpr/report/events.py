@@ -30,9 +30,15 @@ class EventLog:
         self._rank = rank
         self._clock = clock
         self._lock = threading.Lock()
-        # A new line first: a process that died may have left half of one.
-        self._unwritten = "\n"
         self.path = "events.jsonl" if rank == 0 else f"events-rank{rank}.jsonl"
+        # Where there are events, a new line first: a process that died may have left half of one.
+        self._unwritten = "\n" if self._has_events() else ""
+
+    def _has_events(self) -> bool:
+        try:
+            return bool(self._storage.size(self.path))
+        except StorageError:
+            return True
 
     def emit(self, event: str, **fields: Any) -> dict[str, Any]:
         """Write one event and return it as written. While storage fails events are kept, and written with the next."""

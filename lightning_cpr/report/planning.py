@@ -112,6 +112,7 @@ def simulate_command(
     _write(f"{out}/outcomes.json", json.dumps([o.to_json() for o in outcomes], indent=1))
     if figure:
         save_figure(outcome_figure(outcomes, scenario.title), f"{out}/figure.png")
+    Console(highlight=False).print(f"written to {out}", markup=False, soft_wrap=True)
     return outcomes
 
 
@@ -221,7 +222,7 @@ def _draw_parts(axes: Axes, outcomes: Sequence[Outcome]) -> None:
             f"{bottom[x]:.3g} %{pls}", (x, bottom[x]), (0, 3), textcoords="offset points", ha="center", va="bottom"
         )
     axes.set_ylabel("overhead (% of useful time)")
-    axes.set_ylim(0, 1.2 * max(bottom.max(), 1e-9))
+    axes.set_ylim(0, max(1.2 * bottom.max(), axes.get_ylim()[1]))  # the panels share it
     axes.set_axisbelow(True)
     axes.tick_params(axis="x", labelrotation=20 if len(names) > 4 else 0)
     axes.grid(alpha=0.3, axis="y")

@@ -27,7 +27,8 @@ Event = Mapping[str, Any]
 _COLORS = {"base": "#4c72b0", "delta": "#55a868", "priority": "#dd8452", "compaction": "#8172b3"}
 _BAD = "#c44e52"
 _TROUBLE = (
-    "recovery", "save_failed", "save_skipped", "save_aborted", "version_refused", "hooks_lost", "compaction_failed",
+    "recovery", "rejoined", "stepped_down", "save_failed", "save_skipped", "save_aborted", "version_refused",
+    "hooks_lost", "compaction_failed",
 )  # fmt: skip
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
@@ -38,7 +39,10 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Summary:
-    """A run's events in numbers. seconds: from the first event to the last. stall: of all saves together."""
+    """A run's events in numbers. seconds: from the first event to the last. stall: of all saves together. Of all
+    recoveries together: restore_seconds brought rows back; replaced_seconds passed from the end of a process that was
+    replaced until all trained again.
+    """
 
     run_ids: tuple[str, ...]
     start: float
@@ -51,7 +55,8 @@ class Summary:
     failed: int
     skipped: int
     recoveries: int
-    recovery_seconds: float
+    restore_seconds: float
+    replaced_seconds: float
     pls: float
 
 
@@ -104,7 +109,8 @@ def summarize(events: Sequence[Event]) -> Summary:
         failed=sum(e["event"] == "save_failed" for e in events),
         skipped=sum(e["event"] == "save_skipped" for e in events),
         recoveries=sum(e["event"] == "recovery" for e in events),
-        recovery_seconds=sum(e.get("seconds", 0.0) for e in events if e["event"] == "recovery"),
+        restore_seconds=sum(e.get("seconds", 0.0) for e in events if e["event"] == "recovery"),
+        replaced_seconds=sum(e.get("total_s", 0.0) for e in events if e["event"] == "rejoined"),
         pls=next((e["pls"] for e in reversed(events) if "pls" in e), 0.0),
     )
 
@@ -129,12 +135,19 @@ def rows(found: Summary) -> list[tuple[str, str]]:
         ("saves", f"{kinds}; {found.skipped} skipped, {found.failed} failed"),
         ("written", ", ".join(f"{size(bytes_)} {what}" for what, bytes_ in found.written.items()) or "nothing"),
         ("training stood still", f"{found.stall:.3f} s for saves, {share:.3%} of the time"),
-        ("recoveries", f"{found.recoveries}, {found.recovery_seconds:.2f} s together"),
+        ("recoveries", f"{found.recoveries}, {_recovery_seconds(found)}"),
         ("PLS", f"{found.pls:.4g}"),
     ]
     if "compaction" in found.saves:
         listed.insert(5, ("compactions", str(found.saves["compaction"])))
     return listed
+
+
+def _recovery_seconds(found: Summary) -> str:
+    restored = f"{found.restore_seconds:.2f} s to bring rows back"
+    if not found.replaced_seconds:
+        return restored
+    return f"{found.replaced_seconds:.2f} s from a process's end until all trained again, {restored}"
 
 
 def size(count: float) -> str:
@@ -162,6 +175,8 @@ def timeline(events: Sequence[Event], found: Summary) -> Figure:
         for event in events:
             if event["event"] == "recovery":
                 panel.axvline(at(event), color=_BAD, lw=1, ls="--", zorder=0)
+            elif event["event"] == "rejoined":
+                panel.axvspan(at(event) - event["total_s"] / length, at(event), color=_BAD, alpha=0.15, lw=0, zorder=0)
         panel.grid(alpha=0.3)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)

@@ -53,9 +53,9 @@ def gc_command(
 
 
 def _report(root: str, removal: Removal, removed: int, dry_run: bool) -> None:
-    made = table(f"{root}, run {removal.run_id}", ["version", "kept because"], [])
+    made = table(f"{root}, run {removal.run_id}", ["version", "stays or goes"], [])
     for version, why in removal.keep.items():
-        add(made, version, why)
+        add(made, version, f"stays: {why}")
     verb = "would be removed" if dry_run else "removed"
     for ref in reversed(removal.versions):
         add(made, ref.version, verb)

@@ -26,7 +26,7 @@ def test_a_run_is_summed_up_drawn_and_written(tmp_path: Path, capsys: pytest.Cap
     assert found.written == {"base": 2_000_000, "priority": 400_000, "delta": 1_200_000, "compaction": 900_000}
     assert (found.failed, found.skipped, found.recoveries, found.pls) == (1, 1, 2, 0.05)
     assert found.stall == pytest.approx(10 * 0.02)
-    assert found.recovery_seconds == 3.0
+    assert (found.restore_seconds, found.replaced_seconds) == (3.0, 0.0)
     assert plot.read_bytes()[:4] == b"\x89PNG"
     text = page.read_text()
     assert "http" not in text
@@ -35,6 +35,23 @@ def test_a_run_is_summed_up_drawn_and_written(tmp_path: Path, capsys: pytest.Cap
     shown = capsys.readouterr().out
     for words in ("2 base, 4 priority, 4 delta", "2 MB base", "1 skipped, 1 failed", "0.05", str(page)):
         assert words in shown
+
+
+def test_the_time_until_all_train_again_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = run_events()
+    joined = {
+        "time": events[-1]["time"],
+        "rank": 0,
+        "event": "rejoined",
+        "step": 7,
+        "rendezvous_s": 7.9,
+        "total_s": 8.26,
+    }
+    page = tmp_path / "report.html"
+    found = report_command(write(tmp_path / "root", [*events, joined]), str(page))
+    assert found.replaced_seconds == 8.26
+    assert "8.26 s from a process's end until all trained again" in capsys.readouterr().out
+    assert "rendezvous_s 7.9" in page.read_text()
 
 
 def test_a_quiet_run(tmp_path: Path) -> None:
