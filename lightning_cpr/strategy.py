@@ -41,7 +41,7 @@ from lightning_cpr.live.recovery import LiveRecovery, under_guardian
 from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.tables import sharding
 from lightning_cpr.tables.dense import dense_optimizer_state, dense_state, load_dense_optimizer_state
-from lightning_cpr.tables.rebind import tables_uninitialised
+from lightning_cpr.tables.rebind import built_apart
 from lightning_cpr.tables.sharding import PlanLike, World
 from lightning_cpr.tables.table_optim import FusedRates, claim_tables, drop_fused, tables_optimizer
 
@@ -189,7 +189,7 @@ class TorchRecStrategy(DDPStrategy):
             sharders=self._sharders,
             topology=self._topology,
         )
-        with tables_uninitialised() if self.live is not None and self.live.apart else nullcontext():
+        with built_apart() if self.live is not None and self.live.apart else nullcontext():
             return sharding.shard(model, plan, self.root_device, sharders=self._sharders, **self._ddp_kwargs)
 
     # Optimizers.

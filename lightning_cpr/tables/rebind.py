@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 from lightning_cpr.tables import _deps
 
@@ -25,11 +26,15 @@ import torch.distributed as dist  # noqa: E402
 import torchrec.distributed.collective_utils as collective_utils  # noqa: E402
 import torchrec.distributed.comm as comm  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed._shard.sharded_tensor import ShardedTensor, TensorProperties  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag  # noqa: E402
 from torchrec.distributed.embedding import ShardedEmbeddingCollection  # noqa: E402
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel  # noqa: E402
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection  # noqa: E402
+from torchrec.distributed.types import ShardingType  # noqa: E402
+from torchrec.modules.embedding_configs import data_type_to_dtype  # noqa: E402
 
 from lightning_cpr.errors import RecoveryError  # noqa: E402
 
@@ -72,6 +77,37 @@ def tables_uninitialised() -> Iterator[None]:
     finally:
         for (owner, name), method in zip(owners, kept, strict=True):
             setattr(owner, name, method)
+
+
+@contextmanager
+def built_apart() -> Iterator[None]:
+    """Inside, a replacement shards its model on the `stand_in_group`: no table is drawn, and the ShardedTensors of an
+    EmbeddingCollection take what other ranks hold from the plan, where TorchRec asks the ranks, as it does not for an
+    EmbeddingBagCollection.
+    """
+    original = ShardedEmbeddingCollection._initialize_torch_state
+
+    def from_plan(collection: Any, *args: Any, **kwargs: Any) -> None:
+        # those that TorchRec makes a ShardedTensor of, in its order
+        names = iter(
+            name
+            for name, sharding in collection.module_sharding_plan.items()
+            if sharding.sharding_type != ShardingType.DATA_PARALLEL.value
+            and sharding.compute_kernel != EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+        )
+
+        def sharded(local: list[Any], size: Any, process_group: Any) -> ShardedTensor:
+            name = next(names)
+            dtype = data_type_to_dtype(collection._table_name_to_config[name].data_type)
+            spec = collection.module_sharding_plan[name].sharding_spec
+            metadata = spec.build_metadata(tensor_sizes=torch.Size(size), tensor_properties=TensorProperties(dtype))
+            return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group)
+
+        with patch.object(ShardedTensor, "_init_from_local_shards", sharded):
+            original(collection, *args, **kwargs)
+
+    with tables_uninitialised(), patch.object(ShardedEmbeddingCollection, "_initialize_torch_state", from_plan):
+        yield
 
 
 def rebind(model: nn.Module, group: dist.ProcessGroup) -> int:

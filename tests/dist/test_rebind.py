@@ -11,18 +11,22 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_cpr.errors import RecoveryError
-from lightning_cpr.tables.rebind import STAND_IN, check_rebindable, rebind, stand_in_group, tables_uninitialised
+from lightning_cpr.tables.rebind import STAND_IN, built_apart, check_rebindable, rebind, stand_in_group
 from lightning_cpr.tables.sharding import World, build_plan, shard
 from lightning_cpr.tables.shards import local_shards
 from tests._ranks import init_gloo, run_ranks
 from tests._tiny import TinyNet, make_batch
+from tests.dist.test_lookup_hook import Net, _kjt
 
 TABLES = {"a": (100, 8), "b": (70, 8), "c": (10, 8)}
 PLANS: list[Any] = ["row_wise", "column_wise", {"a": "row_wise", "b": "table_wise", "c": "data_parallel"}]
 
 
+SEQUENCES: Any = {"p": "row_wise", "q": "table_wise", "r": "column_wise"}
+
+
 def _build(world: int, plan: Any) -> nn.Module:
-    net = TinyNet(tables=TABLES)
+    net = Net(sequence=True) if plan == SEQUENCES else TinyNet(tables=TABLES)
     model = shard(net, build_plan(net, World(world, world, torch.device("cpu")), plan), torch.device("cpu"))
     for held in local_shards(model):
         held.weight.fill_(0.25)
@@ -32,7 +36,10 @@ def _build(world: int, plan: Any) -> nn.Module:
 def _train(model: nn.Module, rank: int) -> list[float]:
     losses = []
     for step in range(3):
-        loss, _ = model(make_batch(step, rank, tables=TABLES))
+        if isinstance(model.module, Net):
+            loss = model(_kjt([step, 7], [rank, 5], [3]))
+        else:
+            loss, _ = model(make_batch(step, rank, tables=TABLES))
         loss.backward()
         losses.append(loss.item())
     return losses
@@ -40,7 +47,7 @@ def _train(model: nn.Module, rank: int) -> list[float]:
 
 def _compare(rank: int, world: int, plan: Any) -> tuple[list[float], list[float]]:
     stand_in_group(rank, world)
-    with tables_uninitialised():
+    with built_apart():
         model = _build(world, plan)
     memory = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     old = dist.group.WORLD
@@ -57,7 +64,7 @@ def _compare(rank: int, world: int, plan: Any) -> tuple[list[float], list[float]
     return moved, _train(_build(world, plan), rank)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=["row_wise", "column_wise", "mixed"])
+@pytest.mark.parametrize("plan", [*PLANS, SEQUENCES], ids=["row_wise", "column_wise", "mixed", "sequences"])
 def test_a_model_built_apart_trains_like_one_built_together(plan: Any) -> None:
     for moved, plain in run_ranks(_compare, 2, plan):
         assert moved == plain
