@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_cpr.saving.saver import RunId
 from lightning_cpr.saving.settings import Resume
 from lightning_cpr.store.manifest import FOLDER, same_rows
 from lightning_cpr.store.storage import Storage
-from lightning_cpr.store.versions import fence, list_versions, load_manifest, newest
+from lightning_cpr.store.versions import fence, load_manifest, newest, newest_epoch
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def take_up(job: Job, storage: Storage, run: Run, found: Found, loaded: Version 
     run_id = loaded.manifest.run_id if loaded is not None else found.run_id
     if run_id is not None:
         run.id = run.named(run_id)
-        run.epoch = job.from_rank_0(lambda: list_versions(storage, run_id)[0].epoch) + 1
+        run.epoch = job.from_rank_0(lambda: newest_epoch(storage, run_id)) + 1
     elif found.foreign:
         raise ForeignRunError(
             f"{storage.root} cannot be used: {found.foreign}. Choose an empty root; then go on from that run with"
@@ -66,12 +67,13 @@ def take_up(job: Job, storage: Storage, run: Run, found: Found, loaded: Version 
     else:
         run.epoch = 0
         rank_zero_info(f"CPRCallback begins run {run.id.run_id} in {storage.root}, which holds none yet")
+    run.owner = job.from_rank_0(lambda: secrets.token_hex(8))
     if not run.ledger.total_elements:
         run.ledger = Ledger(sum(s.elements for s in job.plan if not s.replicated))
     if job.rank == 0:
         job.kv.set("epoch", str(run.epoch))
-        if run.epoch:
-            fence(storage, run.id.run_id, run.epoch)
+    if run.epoch:
+        job.from_rank_0(lambda: fence(storage, run.id.run_id, run.epoch, run.owner))
     job.trainer.strategy.barrier("lightning_cpr.take_up")
 
 

@@ -22,11 +22,13 @@ class Run:
     """One rank's. Saves and recoveries write to it as they happen, and it travels in each version.
 
     id: without a name until the first fit. epoch: one more for each start and each recovery; writers of an earlier
-    one are fenced off. planner: what the planner had measured when the state was loaded, for a controller to come.
+    one are fenced off. owner: names this job among those that went on with the run. planner: what the planner had
+    measured when the state was loaded, for a controller to come.
     """
 
     id: RunId = field(default_factory=lambda: RunId("", "", ""))
     epoch: int = 0
+    owner: str = ""
     ledger: Ledger = field(default_factory=lambda: Ledger(0))
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     counter: SampleCounter = field(default_factory=SampleCounter)

@@ -89,7 +89,15 @@ class RecoveryCoordinator:
         self.controller = controller
         self.cycle = SaveCycle(settings, job, saves, controller, self._emit, self._run.counts, started)
         self.restorer = Restorer(
-            job, self._storage, run_id.run_id, saves, timeout_s, self._emit, self.cycle.take, self._parity
+            job,
+            self._storage,
+            run_id.run_id,
+            self._run.owner,
+            saves,
+            timeout_s,
+            self._emit,
+            self.cycle.take,
+            self._parity,
         )
 
     def _point(self, point: str, step: int) -> None:
@@ -165,9 +173,9 @@ class RecoveryCoordinator:
         # What the donor knows of the run; a replacement knows nothing, be it rank 0.
         told: list[Any] = [None]
         if self._job.rank == decision.donor:
-            told = [(run.id.run_id, run.epoch, self.state_dict(), self.cycle.closed)]
+            told = [(run.id.run_id, run.epoch, run.owner, self.state_dict(), self.cycle.closed)]
         dist.broadcast_object_list(told, src=decision.donor)
-        run_id, epoch, state, closed = told[0]
+        run_id, epoch, run.owner, state, closed = told[0]
         run.load_state_dict(state)
         if not recovery.lost:
             run.counter.samples = own_samples  # the donor's loop may be a batch ahead

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_cpr._lightning import pl
 from lightning_cpr.checkpoint_io import Version, load_sound
-from lightning_cpr.errors import CorruptShardError, CPRError, ManifestError, RecoveryError
+from lightning_cpr.errors import CorruptShardError, CPRError, ManifestError, RecoveryError, StorageError
 from lightning_cpr.job.job import Job
 from lightning_cpr.job.state import rewind
 from lightning_cpr.live.early_read import EarlyRead
@@ -77,6 +77,7 @@ class Restorer:
         job: Job,
         storage: Storage,
         run_id: str,
+        owner: str,
         saves: BackgroundSaves,
         timeout_s: float,
         emit: Callable[..., Any],
@@ -85,7 +86,7 @@ class Restorer:
     ) -> None:
         self._job = job
         self._storage = storage
-        self._run_id = run_id
+        self._run_id, self._owner = run_id, owner
         self._saves = saves
         self._timeout_s = timeout_s
         self._emit = emit
@@ -137,8 +138,7 @@ class Restorer:
         self._early = early
         if self._job.rank == 0:
             self._job.kv.set("epoch", str(epoch))
-            fence(self._storage, self._run_id, epoch)
-        dist.barrier()
+        self._job.from_rank_0(lambda: self._begin_epoch(epoch))
 
         def newest_chain() -> tuple[Chain, str]:
             manifest = newest(self._storage, None, self._run_id).manifest
@@ -313,9 +313,17 @@ class Restorer:
             self._emit("save_aborted", error=str(outcome).partition("\n")[0])
         elif outcome is not None:
             self._committed(outcome)
-        dist.barrier()
-        if self._job.rank == 0:
-            fence(self._storage, self._run_id, epoch)
+        self._job.from_rank_0(lambda: self._begin_epoch(epoch))
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Rank 0: fence the earlier ones off. Without room for that the recovery goes on: none of them can commit any
+        more in this job's own store, and a fence is for a rank of theirs that hangs in the middle of its commit.
+        """
+        try:
+            fence(self._storage, self._run_id, epoch, self._owner)
+        except StorageError as error:
+            log.error("epoch %d begins without a fence: %s", epoch, error)
+            self._emit("fence_failed", epoch=epoch, error=str(error).partition("\n")[0])
 
     def _mode(self, failed: list[int], at: Progress, choose: Choose, ledger: Ledger) -> tuple[Mode, str]:
         found = newest(self._storage, None, self._run_id).manifest

@@ -17,12 +17,21 @@ from lightning_cpr.spec import TableSpec
 from lightning_cpr.store.agree import abort, check_alive, wait_for
 from lightning_cpr.store.chunk import read_index
 from lightning_cpr.store.coverage import check_coverage, check_shards
-from lightning_cpr.store.manifest import BlobEntry, FileEntry, Manifest, PartManifest, digest, dump_manifest, parse_part
+from lightning_cpr.store.manifest import (
+    BlobEntry,
+    FileEntry,
+    Manifest,
+    PartManifest,
+    digest,
+    dump_manifest,
+    parse_part,
+    split_version,
+)
 from lightning_cpr.store.rows import runs_of
 from lightning_cpr.store.save import Compacted, RankPart, SaveIO, SaveReport, SaveSpec
 from lightning_cpr.store.since import base_of, folder_of
 from lightning_cpr.store.storage import Storage
-from lightning_cpr.store.versions import check_files, load_manifest, remove_files, replaced_version
+from lightning_cpr.store.versions import check_files, check_ours, load_manifest, remove_files, replaced_version
 from lightning_cpr.store.writer import write_part
 
 log = logging.getLogger(__name__)
@@ -86,6 +95,9 @@ def _lead(io: SaveIO, spec: SaveSpec, planner: Any, ledger: Any, compacted: Comp
         io.points("pre_commit", spec.step)
         # Read the epoch again: whoever moved it on has given this save up.
         check_alive(io, spec)
+        if not spec.path:
+            ref = split_version(spec.version)
+            check_ours(storage, ref.run_id, ref.epoch)
         attempted = True
         storage.put(spec.manifest, raw)  # This is the commit.
     except BaseException as error:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from lightning_cpr.errors import CorruptShardError, ManifestError, StorageError
+from lightning_cpr.errors import CorruptShardError, ForeignRunError, ManifestError, StorageError
 from lightning_cpr.store.manifest import (
     CHUNKS,
     FOLDER,
@@ -161,13 +161,48 @@ def clean_torn(storage: Storage, committed: Manifest) -> list[str]:
     return removed
 
 
-def fence(storage: Storage, run_id: str, epoch: int) -> None:
+def fence(storage: Storage, run_id: str, epoch: int, owner: str) -> None:
     """Begin an epoch: fix which versions of earlier epochs count, so that one published late is ignored.
 
-    One rank calls it after the job's epoch has moved on and before the first save of the new one.
+    One rank calls it after the job's epoch has moved on and before the first save of the new one. owner: names the job.
+
+    Raises:
+        ForeignRunError: another job has begun this epoch or a later one.
     """
+    check_ours(storage, run_id, epoch - 1, owner)
     known = [ref.version for ref in list_versions(storage, run_id) if ref.epoch < epoch]
-    storage.put(_fence_path(run_id, epoch), seal({"versions": known}))
+    storage.put(_fence_path(run_id, epoch), seal({"versions": known, "owner": owner}))
+
+
+def newest_epoch(storage: Storage, run_id: str) -> int:
+    """The newest epoch of a run that was begun, told by its versions and fences; -1 for a run that is not there."""
+    paths = [entry.path for entry in storage.list(FOLDER) or []]
+    refs = [ref for path in paths if (ref := parse_manifest_path(path)) and ref.run_id == run_id]
+    return max([-1, *(ref.epoch for ref in refs), _fences(paths).get(run_id, -1)])
+
+
+def check_ours(storage: Storage, run_id: str, epoch: int, owner: str = "") -> None:
+    """A job that goes on with a run begins an epoch of its own, and whoever was at it before must write no more.
+
+    Raises:
+        ForeignRunError: an epoch after ``epoch``, which is this job's, was begun, and not by ``owner``.
+    """
+    begun = newest_epoch(storage, run_id)
+    if begun > epoch and (not owner or _owner(storage, run_id, begun) != owner):
+        raise ForeignRunError(
+            f"{storage.root}: another job goes on with run {run_id} (epoch {begun}; this job is in {epoch}): this one"
+            " saves and restores no more. Give each job a root of its own"
+        )
+
+
+def _owner(storage: Storage, run_id: str, epoch: int) -> str:
+    """Whose fence an epoch has; "" where it has none that can be read."""
+    path = _fence_path(run_id, epoch)
+    try:
+        return str(unseal(storage.get(path), path).get("owner", ""))
+    except (StorageError, ManifestError, CorruptShardError) as error:
+        log.warning("%s: whose epoch it is cannot be told: %s", path, error)
+        return ""
 
 
 def remove(storage: Storage, path: str) -> None:
@@ -229,10 +264,7 @@ def _same_version(storage: Storage, path: str, version: str) -> bool:
 
 def _versions(storage: Storage, paths: list[str], run_id: str | None) -> list[VersionRef]:
     refs = [ref for path in paths if (ref := parse_manifest_path(path)) and run_id in (None, ref.run_id)]
-    begun: dict[str, int] = {}
-    for path in paths:
-        if match := re.fullmatch(rf"{FOLDER}/([0-9]{{6}})-([A-Za-z0-9_-]+)\.fence", path):
-            begun[match[2]] = max(int(match[1]), begun.get(match[2], 0))
+    begun = _fences(paths)
     runs = {ref.run_id for ref in refs} & set(begun)
     # The newest fence of a run carries on what earlier ones let through.
     known = {run: _read_fence(storage, run, begun[run], refs) for run in runs}
@@ -243,6 +275,15 @@ def _versions(storage: Storage, paths: list[str], run_id: str | None) -> list[Ve
         else:
             log.warning("version %s is ignored: it came after epoch %d had begun", ref.version, begun[ref.run_id])
     return sorted(kept, key=lambda ref: (*_age(ref), ref.version), reverse=True)
+
+
+def _fences(paths: list[str]) -> dict[str, int]:
+    """By run, the newest epoch that has a fence."""
+    begun: dict[str, int] = {}
+    for path in paths:
+        if match := re.fullmatch(rf"{FOLDER}/([0-9]{{6}})-([A-Za-z0-9_-]+)\.fence", path):
+            begun[match[2]] = max(int(match[1]), begun.get(match[2], 0))
+    return begun
 
 
 def _read_fence(storage: Storage, run_id: str, epoch: int, refs: list[VersionRef]) -> set[str]:

@@ -147,7 +147,7 @@ def test_other_runs_strangers_and_checkpoints_are_never_touched(storage: Storage
     save_one(storage, [t], 1, path="last.ckpt")
     for name in ("notes.txt", "chunks/readme", "chunks/some.folder/x", "manifests/latest", "chunks/run.0.0.x/y"):
         storage.put(name, b"mine")
-    fence(storage, "run", 1)
+    fence(storage, "run", 1, "job")
     before = set(files_of(storage.root))
     remove_planned(storage, plan(storage, Rules(last=1)))
     gone = before - set(files_of(storage.root))

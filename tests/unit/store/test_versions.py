@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cpr.errors import CorruptShardError, ManifestError
+from lightning_cpr.errors import CommitError, CorruptShardError, ForeignRunError, ManifestError
 from lightning_cpr.store import (
     Storage,
     clean_torn,
@@ -27,7 +27,7 @@ from tests.unit.store.helpers import files_of, save_one, table, version
 
 def test_newest_first_by_epoch_then_step(storage: Storage) -> None:
     t = table("a", 4, 2)
-    for epoch, step in [(0, 50), (1, 10), (0, 7), (1, 30), (2, 3)]:
+    for epoch, step in [(0, 50), (0, 7), (1, 10), (1, 30), (2, 3)]:
         save_one(storage, [t], step, epoch=epoch)
     assert [(ref.epoch, ref.step) for ref in list_versions(storage)] == [(2, 3), (1, 30), (1, 10), (0, 50), (0, 7)]
     assert newest(storage).require().step == 3
@@ -89,22 +89,40 @@ def test_a_manifest_that_is_not_there(storage: Storage) -> None:
 def test_a_version_published_after_the_next_epoch_began_is_ignored(storage: Storage) -> None:
     t = table("a", 4, 2)
     save_one(storage, [t], 10)
-    fence(storage, "run", 1)
     late = save_one(storage, [t], 20)
+    raw = storage.get(late.path)
+    storage.delete([late.path])
+    fence(storage, "run", 1, "job")
+    storage.put(late.path, raw)  # from a rank that hung in the middle of its commit
     other = save_one(storage, [t], 15, run="other")
     assert [ref.step for ref in list_versions(storage, "run")] == [10]
     assert newest(storage, run_id="run").require().step == 10
     assert newest(storage, run_id="other").require() == other
     save_one(storage, [t], 12, epoch=1)
-    fence(storage, "run", 2)
+    fence(storage, "run", 2, "job")
     assert [(ref.epoch, ref.step) for ref in list_versions(storage, "run")] == [(1, 12), (0, 10)]
     assert late.version not in {ref.version for ref in list_versions(storage)}
+
+
+def test_of_two_jobs_at_one_run_the_earlier_one_saves_and_recovers_no_more(storage: Storage) -> None:
+    t = table("a", 4, 2)
+    save_one(storage, [t], 10)
+    fence(storage, "run", 1, "second")  # a second job goes on with the run
+    fence(storage, "run", 1, "second")  # a recovery of it that was broken off begins again
+    with pytest.raises(CommitError, match="another job goes on with run run"):
+        save_one(storage, [t], 20)
+    with pytest.raises(ForeignRunError, match="epoch 1; this job is in 0"):
+        fence(storage, "run", 1, "first")  # a recovery of the first job
+    save_one(storage, [t], 30, epoch=1)
+    with pytest.raises(ForeignRunError, match="another job"):
+        fence(storage, "run", 1, "first")
+    assert [(ref.epoch, ref.step) for ref in list_versions(storage, "run")] == [(1, 30), (0, 10)]
 
 
 def test_a_damaged_fence_hides_nothing(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
     t = table("a", 4, 2)
     save_one(storage, [t], 10)
-    fence(storage, "run", 1)
+    fence(storage, "run", 1, "job")
     storage.put("manifests/000001-run.fence", b"")
     assert [ref.step for ref in list_versions(storage)] == [10]
     assert "the fence is unreadable" in caplog.text
