@@ -56,11 +56,21 @@ def why_not(trainer: pl.Trainer) -> str:
         return "no restart is left"
     if not trainer.training:
         return f"it failed in {'the sanity check' if trainer.sanity_checking else 'validation'}"
+    if _is_over(trainer):
+        return "training is over, and a Trainer that has no batch left brings no rows back"
     if not trainer.lightning_module.automatic_optimization:
         return "manual optimization, whose broken batch may have stepped half of its optimizers"
     if trainer.accumulate_grad_batches != 1:
         return "accumulate_grad_batches, whose gradients are lost"
     return ""
+
+
+def _is_over(trainer: pl.Trainer) -> bool:
+    """Whether a Trainer that starts from this state trains no batch, so that no hook of training runs there."""
+    loop, steps, epochs = trainer.fit_loop, trainer.max_steps, trainer.max_epochs
+    done: int = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+    over = epochs is not None and 0 <= epochs <= done
+    return over or 0 <= steps <= loop.epoch_loop.global_step
 
 
 def leave(trainer: pl.Trainer, job: Job, run: RunId, epoch: int, error: BaseException) -> Stash | None:

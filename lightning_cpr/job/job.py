@@ -68,6 +68,12 @@ class Job:
         return CountBoard(None if live is None else live.store, f"{self.incarnation}/{self._scope}")
 
     @property
+    def lost_peer(self) -> bool:
+        """Whether a peer is known to be gone; collectives find that out by themselves."""
+        live = self.trainer.strategy.live  # type: ignore[attr-defined]
+        return live is not None and live.broken
+
+    @property
     def module(self) -> pl.LightningModule:
         return self.trainer.lightning_module
 

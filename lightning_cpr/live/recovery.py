@@ -120,6 +120,11 @@ class LiveRecovery:
         return _membership.epoch
 
     @property
+    def broken(self) -> bool:
+        """`Membership.broken`: for waits that are no collectives."""
+        return _membership is not None and _membership.broken
+
+    @property
     def guard(self) -> StepGuard | None:
         return self._guard
 

@@ -108,6 +108,7 @@ class Membership:
         self._poll_s = max(_WATCH_POLL_S, world_size * 1e-3)  # the store serves all ranks
         self._listeners: set[int] = set()
         self._group_up = False
+        self._released = -1  # the newest epoch whose group was ended
         self._changed = threading.Condition()
         self._closing = False
         self._asked_to_end = 0
@@ -185,6 +186,11 @@ class Membership:
         failed = published_error(self.store)
         if failed is not None and failed[0] != self.rank:
             raise RecoveryError(f"rank {failed[0]} failed with {failed[1]}; no peer was lost") from error
+
+    @property
+    def broken(self) -> bool:
+        """Whether a peer is gone and this rank, which waits in no collective, still stands in the group of then."""
+        return self._group_up and self._released == self.epoch
 
     def close(self) -> None:
         """End the watcher thread; the group stays as it is."""
@@ -270,6 +276,7 @@ class Membership:
 
     def _release(self, store: dist.Store, number: int) -> None:
         """End the group of epoch ``number`` under whoever waits in it, on this rank and on its peers."""
+        self._released = number
         if self.on_release is not None:
             self.on_release()
         if self.backend != "gloo":

@@ -12,6 +12,7 @@ from lightning_cpr.errors import CommitError, CPRError
 from lightning_cpr.job.job import Job
 from lightning_cpr.policy.due import Due, Moment, due
 from lightning_cpr.policy.ledger import Ledger
+from lightning_cpr.recovery.election import LostPeerError
 from lightning_cpr.saving.chain import next_content
 from lightning_cpr.saving.compaction import Finished
 from lightning_cpr.saving.controller import Controller
@@ -20,6 +21,7 @@ from lightning_cpr.saving.settings import Settings
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 0.25
 RETRY_S = 300.0
 """After the first failure; four times as long after each further one."""
 
@@ -199,13 +201,26 @@ class SaveCycle:
     def wait(self) -> None:
         """Until the save in flight stands or has failed."""
         if self.saves.busy:
-            self.take(self.saves.poll(self._settings.timeout_s))
+            self.take(self._outcome(self._settings.timeout_s))
+
+    def _outcome(self, timeout_s: float) -> Committed | CPRError | None:
+        """Of the save in flight; None if it has not ended in time.
+
+        Raises:
+            LostPeerError: a rank of it is gone.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (outcome := self.saves.poll(_LOOK_S)) is None and self.saves.busy and time.monotonic() < deadline:
+            if self._job.lost_peer:
+                raise LostPeerError("a rank was lost while the others waited for a save")
+        return outcome
 
     def flush(self, trainer: pl.Trainer, at: Progress, ledger: Ledger) -> None:
         """Save what is not saved yet, and wait until it is committed. A collective.
 
         Raises:
             CommitError: it failed, or has not ended in time.
+            LostPeerError: a rank of it is gone.
         """
         self.wait()
         # By rank 0's word: of a failed commit the others may know or not.
@@ -214,7 +229,7 @@ class SaveCycle:
         nonce = f"{self._job.incarnation}-end{secrets.token_hex(4)}"
         self.start(trainer, self._job.from_rank_0(lambda: self._plan(at.step, nonce, "close")), at, ledger)
         # The save gives up by itself after as long; a moment more, so that its own error is seen.
-        outcome = self.saves.poll(self._settings.timeout_s + 1)
+        outcome = self._outcome(self._settings.timeout_s + 1)
         self.take(outcome)
         if outcome is None:
             raise CommitError(f"the last save, of step {at.step}, has not ended after {self._settings.timeout_s:g} s")

@@ -18,6 +18,7 @@ from lightning_cpr.spec import ShardSpec
 from lightning_cpr.store.manifest import split_version
 from lightning_cpr.store.reader import read_table
 from lightning_cpr.store.storage import Storage
+from lightning_cpr.store.versions import newest
 from tests._tiny import make_batch
 from tests.dist._forked import Zygote
 from tests.dist._jobs import ROOT, Job, run_job, still_running
@@ -167,6 +168,25 @@ def test_a_death_outside_a_training_step_restarts_the_job(
     assert not [e for e in events if e["event"] == "recovery"]
     assert {e["where"] for e in events if e["event"] == "stepped_down"} == {where}
     assert "this rank steps down" in job.stderr
+    assert still_running(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_death_in_the_last_save_restarts_the_job_at_once(rank: int, tmp_path: Path, zygote: Zygote) -> None:
+    """The survivor waits for the save, in no collective: it was taken for stuck. No batch is left, so that rows which
+    are handed over would be all that comes back.
+    """
+    job = zygote.run(JOB, tmp_path, [*kills(f"{rank}:20:pre_write"), "--steps=20"], 2, max_restarts=1)
+    assert job.code == 0, job.stderr[-5000:]
+    events = read_events(Storage(str(tmp_path / "root")))
+    assert [(e["point"], e["step"]) for e in events if e["event"] == "fault"] == [("pre_write", 20)]
+    assert "is stuck" not in job.stderr
+    assert "hands nothing over (training is over" in job.stderr
+    for each in (0, 1):  # once, and again from the version before
+        assert [e["step"] for e in job.events(each, "step")] == [*range(1, 21), *range(11, 21)]
+    assert [e["step"] for r in (0, 1) for e in job.events(r, "end")] == [20, 20]
+    assert newest(Storage(str(tmp_path / "root"))).require().step == 20
     assert still_running(tmp_path) == []
 
 
