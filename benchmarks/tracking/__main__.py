@@ -75,11 +75,11 @@ Times = dict[str, list[tuple[float, float]]]
 
 def measure(trainee: Trainee, batches: Sequence[Batch], rounds: int, steps: int) -> Times:
     """Each round starts with another kind."""
-    tracked = trackers(trainee)
     seconds: Times = {kind: [] for kind in KINDS}
     watch = Stopwatch()
     lookup.LookupHook._on_lookup = watch.wrap(lookup.LookupHook._on_lookup)  # type: ignore[method-assign]
     RowTracker._observe = watch.wrap(RowTracker._observe)  # type: ignore[method-assign]
+    tracked = trackers(trainee)  # which keep the wrapped function
     position = 0
     for number in range(rounds + 1):  # the first is for warming up
         for kind in KINDS[number % len(KINDS) :] + KINDS[: number % len(KINDS)]:
