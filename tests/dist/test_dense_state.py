@@ -20,7 +20,7 @@ from lightning_cpr.tables.dense import (
     load_dense_optimizer_state,
     load_dense_state,
 )
-from lightning_cpr.tables.init import without_table_init
+from lightning_cpr.tables.rebind import tables_uninitialised
 from lightning_cpr.tables.shards import local_shards, table_specs
 from tests._ranks import init_gloo, run_ranks
 from tests._tiny import Tiny, TinyNet, make_batch, make_loader, make_trainer
@@ -75,13 +75,13 @@ def _states(rank: int, world: int) -> None:
 
     torch.manual_seed(1)
     generator = torch.get_rng_state()
-    with without_table_init():
+    with tables_uninitialised():
         quiet = _sharded(world)
     assert local_shards(quiet)[0].weight.shape == (100, 8)
     _sharded(world)
     undrawn = torch.equal(torch.get_rng_state(), generator)
     assert not undrawn
-    with without_table_init():
+    with tables_uninitialised():
         net = Tiny().net
         where = sharding.World(world, world, torch.device("cpu"))
         torch.manual_seed(1)
