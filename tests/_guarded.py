@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import signal
 import time
 import uuid
 from collections.abc import Callable
@@ -28,12 +29,13 @@ def run_guarded(
 ) -> tuple[list[Any], list[int]]:
     """What ``fn`` returned on the last process of each rank, and how often each rank was replaced.
 
-    Raises AssertionError with all tracebacks if a rank raised, or did not return in time.
+    Raises AssertionError with all tracebacks if a rank raised, crashed by itself, or did not return in time.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     job, port, deadline = uuid.uuid4().hex, store.port, time.monotonic() + timeout
     payload = pickle.dumps((fn, args))
     waiting: dict[Any, int] = {}
+    running: dict[int, Any] = {}
     processes: list[Any] = []
     deaths, values = [0] * world, [None] * world
     problems: list[str] = []
@@ -47,6 +49,7 @@ def run_guarded(
         process.start()
         sender.close()
         processes.append(process)
+        running[rank] = process
         waiting[receiver] = rank
 
     try:
@@ -59,7 +62,11 @@ def run_guarded(
                     values[rank], error = pickle.loads(ready.recv_bytes())
                 except EOFError:
                     deaths[rank] += 1
+                    running[rank].join(2.0)
+                    code = running[rank].exitcode
                     error = "died once more than it may be replaced" if sum(deaths) > replacements else None
+                    if code != -signal.SIGKILL:
+                        error = f"ended with exit code {code}, which no test asked for"
                     if error is None:
                         start(rank, True)
                 if error is not None:

@@ -85,8 +85,11 @@ class GroupChannel:
             raise LostPeerError("parity: the channel was aborted; rebuild on a fresh process group")
         try:
             work = self._group.alltoall_base(output, source, out_sizes, in_sizes)
-            work.get_future().add_done_callback(lambda _: self._wake.set())
-            finished = self._wake.wait(self._timeout)
+            # The group's own thread runs and drops the callback. It holds the event alone: were it the last to hold the
+            # channel, the group would end in that thread, join it, and take the process along.
+            wake = self._wake
+            work.get_future().add_done_callback(lambda _: wake.set())
+            finished = wake.wait(self._timeout)
             if finished and not self._aborted:
                 work.wait()
                 return
