@@ -82,7 +82,7 @@ class ChunkIndex:
         stop = min(last * self.block_rows, self.entry.rows)
         return part.start + first * self.block_rows * part.row_bytes, part.start + stop * part.row_bytes
 
-    def check(self, part: Part, first: int, last: int, data: bytearray) -> None:
+    def check(self, part: Part, first: int, last: int, data: bytearray | memoryview) -> None:
         """CorruptShardError unless ``data`` are the bytes of the blocks ``[first, last)`` of a part, as written."""
         start, end = self.span(part, first, last)
         where = f"{self.entry.path} (table {self.entry.table}, {part.name})"
@@ -125,7 +125,7 @@ def encode_chunk(
             raise ConfigError(f"table {table}: part {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}")
     widest = max((tensor.nbytes // count for tensor in tensors.values()), default=1) if count else 1
     block_rows = max(1, BLOCK_BYTES // max(1, widest))
-    views = {name: _bytes_of(tensor) for name, tensor in tensors.items()}
+    views = {name: bytes_of(tensor) for name, tensor in tensors.items()}
     hashes = b"".join(_block_hashes(view, count, block_rows) for view in views.values())
     code = encode_rows(rows)
     meta = {
@@ -239,7 +239,8 @@ def _block_hashes(view: memoryview, count: int, block_rows: int) -> bytes:
     return b"".join(_hash(view[start : start + step]) for start in starts)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
     if not tensor.numel():
         return memoryview(b"")
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from lightning_cpr.errors import CorruptShardError, StorageError
 from lightning_cpr.spec import TableSpec
-from lightning_cpr.store.chunk import ChunkIndex, Part, decode_rows_of, read_index
+from lightning_cpr.store.chunk import ChunkIndex, Part, bytes_of, decode_rows_of, read_index
 from lightning_cpr.store.manifest import FileEntry
 from lightning_cpr.store.resolve import Need
 from lightning_cpr.store.storage import Storage
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 4 << 20  # a piece is read, hashed and written out of the cache
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,32 @@ class Fetcher:
         return self._indexes[entry.path]
 
     def bytes_of(self, piece: Piece) -> int:
-        spans = [piece.index.span(part, piece.first, piece.last) for part in self._parts(piece.index)]
+        spans = [piece.index.span(part, piece.first, piece.last) for part in self.parts(piece.index)]
         return sum(end - start for start, end in spans)
 
     def checked(self, piece: Piece) -> dict[str, Tensor]:
         """The parts of a piece ``[m, ...]``, every block checked, and its first row decoded to see that it can be."""
         tensors = {}
-        for part in self._parts(piece.index):
+        for part in self.parts(piece.index):
             data = self._get(piece.index.entry, *piece.index.span(part, piece.first, piece.last))
             piece.index.check(part, piece.first, piece.last, data)
             tensors[part.name] = piece.index.tensor(part, data)
         self.decode(piece.index, {name: tensor[:1] for name, tensor in tensors.items()})
         return tensors
+
+    def land(self, piece: Piece, targets: Mapping[str, Tensor]) -> None:
+        """Read the raw parts of a piece into ``targets``, contiguous in host memory, and check every block there.
+
+        For targets that hold nothing yet: what is found damaged is in them already.
+        """
+        for part in self.parts(piece.index):
+            view = bytes_of(targets[part.name])
+            start, _ = piece.index.span(part, piece.first, piece.last)
+            entry = piece.index.entry
+            with _missing_is_damage(entry.path, f"table {entry.table}"):
+                read = self._storage.get_into(entry.path, start, view)
+            self._count(entry, read)
+            piece.index.check(part, piece.first, piece.last, view[:read])
 
     def block(self, index: ChunkIndex, number: int) -> dict[str, Tensor]:
         """The parts of one block ``[m, ...]``, checked."""
@@ -88,7 +103,7 @@ class Fetcher:
                 wanted[need.positions.start // index.block_rows : -(-need.positions.stop // index.block_rows)] = True
             else:
                 wanted[need.positions // index.block_rows] = True
-        row_bytes = sum(part.row_bytes for part in self._parts(index))
+        row_bytes = sum(part.row_bytes for part in self.parts(index))
         most = max(1, PIECE_BYTES // max(1, row_bytes * index.block_rows))
         blocks = torch.nonzero(wanted)[:, 0].tolist()
         first = last = blocks[0]
@@ -108,21 +123,31 @@ class Fetcher:
         for piece in self.pieces(entry, [everything]) if entry.rows else ():
             self.decode(piece.index, self.checked(piece))
 
-    def _parts(self, index: ChunkIndex) -> list[Part]:
+    def parts(self, index: ChunkIndex) -> list[Part]:
+        """The parts of a file that are read at all."""
         return [part for part in index.parts if self._with_states or part.name.startswith("weight.")]
 
     def _get(self, entry: FileEntry, start: int, end: int) -> bytearray:
         data = fetch(self._storage, entry.path, start, end, f"table {entry.table}")
-        with self._lock:
-            self.bytes_read += len(data)
-            self.opened.add(entry.path)
+        self._count(entry, len(data))
         return data
+
+    def _count(self, entry: FileEntry, read: int) -> None:
+        with self._lock:
+            self.bytes_read += read
+            self.opened.add(entry.path)
 
 
 def fetch(storage: Storage, path: str, start: int, end: int | None, of: str) -> bytearray:
     """`Storage.get`, with a CorruptShardError for an object that a manifest names and that is not there."""
-    try:
+    with _missing_is_damage(path, of):
         return storage.get(path, start, end)
+
+
+@contextmanager
+def _missing_is_damage(path: str, of: str) -> Iterator[None]:
+    try:
+        yield
     except StorageError as error:
         if error.errno == errno.ENOENT:
             raise CorruptShardError(f"{path} ({of}) is missing; use an older version") from error

@@ -106,10 +106,20 @@ def read(full: str, start: int, end: int | None) -> bytearray:
     with open(full, "rb", buffering=0) as file:
         length = os.fstat(file.fileno()).st_size
         data = bytearray(max(0, (length if end is None else min(end, length)) - start))
-        view, filled = memoryview(data), 0
-        while filled < len(data):
-            count = os.preadv(file.fileno(), [view[filled:]], start + filled)
-            if not count:
-                return data[:filled]
-            filled += count
-    return data
+        filled = _fill(file.fileno(), start, memoryview(data))
+        return data if filled == len(data) else data[:filled]
+
+
+def read_into(full: str, start: int, view: memoryview) -> int:
+    with open(full, "rb", buffering=0) as file:
+        return _fill(file.fileno(), start, view)
+
+
+def _fill(fd: int, start: int, view: memoryview) -> int:
+    filled = 0
+    while filled < len(view):
+        count = os.preadv(fd, [view[filled:]], start + filled)
+        if not count:
+            break
+        filled += count
+    return filled

@@ -4,7 +4,7 @@ A read runs in two passes. The first fetches every block that the targets need a
 into ``cache_bytes``; only when all is sound does the second write to the targets, fetching again (and checking again)
 what was not kept. So damage is found while the targets are untouched, and memory stays bounded: with 2 GiB most shards
 are read once, larger ones are read twice rather than staged as a whole. Targets whose content is lost anyway are
-written in one pass, each block once it is checked.
+written in one pass, each block once it is checked; raw rows are read straight into them, and checked where they lie.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def read_into(
         pieces = [piece for entry, mine in used for piece in fetcher.pieces(entry, mine)]
         kept = {} if undefined else _check_all(pool, fetcher, pieces, 2 * threads, cache_bytes, progress)
         try:
-            _write_all(pool, fetcher, pieces, kept, shards, 2 * threads)
+            landings = [_landing(fetcher, piece, shards) if undefined else None for piece in pieces]
+            _write_all(pool, fetcher, pieces, kept, landings, shards, 2 * threads)
         except CPRError as error:
             if undefined:
                 raise
@@ -101,7 +102,8 @@ def read_table(storage: Storage, manifest: Manifest, fqn: str) -> tuple[Tensor, 
     spec = manifest.table(fqn)
     weight = torch.empty(spec.rows, spec.cols, dtype=spec.dtype)
     states = {s.name: torch.empty(_state_shape(s, spec.rows, spec.cols), dtype=s.dtype) for s in spec.states}
-    read_into(storage, manifest, [Shard(ShardSpec(fqn, 0, spec.rows, 0, spec.cols, owner=0), weight, states)])
+    whole = Shard(ShardSpec(fqn, 0, spec.rows, 0, spec.cols, owner=0), weight, states)
+    read_into(storage, manifest, [whole], undefined=True)
     return weight, states
 
 
@@ -149,10 +151,11 @@ def _write_all(
     fetcher: Fetcher,
     pieces: Sequence[Piece],
     kept: dict[int, dict[str, Tensor]],
+    landings: Sequence[dict[str, Tensor] | None],
     shards: Sequence[Shard],
     depth: int,
 ) -> None:
-    """The second pass, or the only one: the targets are written, by this thread alone."""
+    """The second pass, or the only one: the targets are written, by this thread alone but for ``landings``."""
     means = {
         (need.shard, name): torch.zeros(len(state), dtype=torch.float64)
         for piece in pieces
@@ -161,9 +164,10 @@ def _write_all(
         for name, state in shards[need.shard].states.items()
         if state.dim() == 1
     }
-    tasks = [partial(_again, fetcher, piece, kept, at) for at, piece in enumerate(pieces)]
-    for piece, tensors in zip(pieces, ahead(pool, tasks, depth), strict=True):
-        write_piece(fetcher, piece, tensors, shards, means)
+    tasks = [partial(_again, fetcher, piece, kept, landings[at], at) for at, piece in enumerate(pieces)]
+    for piece, landed, tensors in zip(pieces, landings, ahead(pool, tasks, depth), strict=True):
+        if landed is None:
+            write_piece(fetcher, piece, tensors, shards, means)
     for (number, name), mean in means.items():
         shards[number].states[name].copy_(mean / shards[number].spec.cols)
 
@@ -187,9 +191,37 @@ def write_piece(
             _write(shards[need.shard], need, piece.index.entry.col_start, rows, weight, states, means)
 
 
-def _again(fetcher: Fetcher, piece: Piece, kept: dict[int, dict[str, Tensor]], at: int) -> dict[str, Tensor]:
+def _again(
+    fetcher: Fetcher, piece: Piece, kept: dict[int, dict[str, Tensor]], landing: dict[str, Tensor] | None, at: int
+) -> dict[str, Tensor]:
+    if landing is not None:
+        fetcher.land(piece, landing)
+        return {}
     tensors = kept.pop(at, None)
     return fetcher.checked(piece) if tensors is None else tensors
+
+
+def _landing(fetcher: Fetcher, piece: Piece, shards: Sequence[Shard]) -> dict[str, Tensor] | None:
+    """Where each part of a piece belongs, if its bytes are those of whole rows of one target; else None."""
+    entry = piece.index.entry
+    if len(piece.needs) > 1 or {entry.codec, *entry.state_codecs.values()} != {"raw"}:
+        return None
+    (need,) = piece.needs
+    start, end = piece.row_span
+    positions, rows = select(need, start, end)
+    if not isinstance(rows, range) or len(positions) < end - start:
+        return None
+    if not need.whole or (need.low, need.high) != (entry.col_start, entry.col_end):
+        return None
+    shard = shards[need.shard]
+    live = {"weight.values": shard.weight, **{f"state.{name}.values": state for name, state in shard.states.items()}}
+    landing = {}
+    for part in fetcher.parts(piece.index):
+        target = live[part.name][rows.start : rows.stop].detach() if part.name in live else None
+        if target is None or not target.is_contiguous() or target.device.type != "cpu" or target.dtype != part.dtype:
+            return None
+        landing[part.name] = target
+    return landing
 
 
 def _write(

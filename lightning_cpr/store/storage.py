@@ -138,6 +138,15 @@ class Storage:
 
         return self._try("read", path, read)
 
+    def get_into(self, path: str, start: int, view: memoryview) -> int:
+        """Fill ``view`` with the bytes from ``start`` on; returns how many there are, fewer where the object ends."""
+        if self._local:
+            full = self._full(path)
+            return self._try("read", path, lambda: local_files.read_into(full, start, view))
+        data = self.get(path, start, start + len(view))
+        view[: len(data)] = data
+        return len(data)
+
     def size(self, path: str) -> int | None:
         """Bytes of an object, None where there is none. Never from a cache."""
         full = self._full(path)

@@ -83,7 +83,8 @@ def test_any_plan_to_any_plan(data: st.DataObject) -> None:
         storage = Storage(f"memory://{uuid.uuid4().hex}")
         manifest = save_sharded(storage, t, saved)
         shards = [t.shard(*tile) for tile in wanted]
-        report = read_into(storage, manifest, shards, cache_bytes=data.draw(st.sampled_from([0, 500, 1 << 30])))
+        cache = data.draw(st.sampled_from([0, 500, 1 << 30]))
+        report = read_into(storage, manifest, shards, cache_bytes=cache, undefined=data.draw(st.booleans()))
     assert report.rows == sum(tile[1] for tile in wanted)
     for shard in shards:
         s = shard.spec
@@ -159,12 +160,18 @@ def test_a_target_that_holds_nothing_is_written_in_one_pass(storage: Storage, mo
     manifest = save_one(storage, [t], 1)
     twice = read_into(storage, manifest, [t.shard(0, 2000, 0, 16)], cache_bytes=0)
     shard = t.shard(0, 2000, 0, 16)
+    monkeypatch.delattr(fetch.Fetcher, "checked")  # whole raw rows are read straight into it, without a buffer
     report = read_into(storage, manifest, [shard], cache_bytes=0, undefined=True)
     assert torch.equal(shard.weight, t.weight)
     assert torch.equal(shard.states["sum"], t.states["sum"])
     assert report.bytes_read == manifest.files[0].bytes < twice.bytes_read
     path = Path(storage.root) / manifest.files[0].path
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    whole = path.read_bytes()
+    for damaged in (whole[:-1] + b"x", whole[:-1]):
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptShardError, match="table a"):
+            read_into(storage, manifest, [shard], undefined=True)
+    path.unlink()
     with pytest.raises(CorruptShardError, match="table a"):
         read_into(storage, manifest, [shard], undefined=True)
 
