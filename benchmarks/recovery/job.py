@@ -83,14 +83,14 @@ class Probe(pl.Callback):
     def __init__(self, out: Path) -> None:
         self.file = (out / f"{os.environ['RANK']}-{os.getpid()}.jsonl").open("a", buffering=1)
         self.fetched, self.opened = 0, set()
-        get = Fetcher._get
+        count = Fetcher._count
 
-        def counted(fetcher: Fetcher, entry: Any, start: int, end: int) -> bytearray:
-            self.fetched += end - start
+        def counted(fetcher: Fetcher, entry: Any, read: int) -> None:
+            self.fetched += read
             self.opened.add(entry.path)
-            return get(fetcher, entry, start, end)
+            count(fetcher, entry, read)
 
-        Fetcher._get = counted  # type: ignore[method-assign]
+        Fetcher._count = counted  # type: ignore[method-assign]
         self.record("start", began=process_start())
 
     def record(self, event: str, **told: Any) -> None:

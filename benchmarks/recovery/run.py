@@ -125,7 +125,7 @@ def live(seen: list[dict[str, Any]], out: Path) -> dict[str, Any]:
     kept = [e for e in restored if not e["lost"]]
     size = next(e["bytes"] for e in seen if e["event"] == "built" and e["pid"] == fresh["pid"])
     assert all(e["opened"] == 0 for e in kept), kept
-    assert 0 < fresh["fetched"] <= 1.05 * size, (fresh, size)
+    assert size <= fresh["fetched"] <= 1.05 * size, (fresh, size)
     log = (out / "root" / "events.jsonl").read_text().splitlines()
     rejoined = next(json.loads(line) for line in log if '"event":"rejoined"' in line)
     phases = {name[:-2]: value for name, value in rejoined.items() if name.endswith("_s")}
