@@ -90,7 +90,7 @@ class Rebuild:
         self._holder = holder
         self._channel = channel
         self._gathered: dict[int, list[tuple[Member | None, Tensor]]] = {}
-        self._decoded: dict[tuple[int, int], Tensor] = {}
+        self._decoded: dict[tuple[int, int], Tensor | None] = {}  # None: refused
 
     def run(self, rounds: Sequence[tuple[Job, ...]]) -> None:
         """Collective.
@@ -106,14 +106,17 @@ class Rebuild:
 
     def _round(self, transfers: Sequence[_Transfer]) -> None:
         rank, world = self._channel.rank, self._channel.world
-        outgoing: list[list[Tensor]] = [[] for _ in range(world)]
-        sizes = [0] * world
+        outgoing = sorted((t for t in transfers if t.source == rank), key=lambda t: t.target)
+        message = torch.empty(sum(t.words for t in outgoing), dtype=torch.int64)
+        lengths, sizes, end = [0] * world, [0] * world, 0
+        for t in outgoing:
+            lengths[t.target] += t.words
+            end += t.words
+            self._fill(t, message[end - t.words : end])
         for t in transfers:
-            if t.source == rank:
-                outgoing[t.target].append(self._payload(t))
             if t.target == rank:
                 sizes[t.source] += t.words
-        received = self._channel.swap([torch.cat([torch.empty(0, dtype=torch.int64), *out]) for out in outgoing], sizes)
+        received = self._channel.swap(list(message.split(lengths)), sizes)
         position = [0] * world
         for t in transfers:
             if t.target == rank:
@@ -121,13 +124,18 @@ class Rebuild:
                 position[t.source] += t.words
                 self._accept(t, received[t.source][start : start + t.words])
 
-    def _payload(self, t: _Transfer) -> Tensor:
+    def _fill(self, t: _Transfer, words: Tensor) -> None:
+        """Write what this rank sends: of a delivery the verdict, then the rows (zero bits if refused)."""
         if t.member is None:
-            return self._holder.parity(t.job.piece)
-        if t.delivery:
-            return self._decoded.pop((t.job.piece.index, t.member.rank))
-        windows = self._owner.windows
-        return torch.cat([windows[p.spec].read(slice(p.row_lo, p.row_hi)).view(-1) for p in t.member.parts])
+            words.copy_(self._holder.parity(t.job.piece))
+        elif t.delivery:
+            decoded = self._decoded.pop((t.job.piece.index, t.member.rank))
+            words[0] = decoded is not None
+            words[1:] = 0 if decoded is None else decoded
+        else:
+            for part in t.member.parts:
+                rows = words[part.offset : part.offset + part.words].view(part.rows, part.width)
+                self._owner.windows[part.spec].read(slice(part.row_lo, part.row_hi), rows)
 
     def _accept(self, t: _Transfer, words: Tensor) -> None:
         if not t.delivery:
@@ -143,7 +151,7 @@ class Rebuild:
         self.bytes += (t.words - 1) * WORD
 
     def _decode(self, job: Job) -> None:
-        """Decode a piece and keep what is to be delivered: the verdict, then the words (zero bits if refused)."""
+        """Decode a piece and keep what is to be delivered."""
         piece = job.piece
         syndromes: list[Tensor | None] = [None, None]
         syndromes[piece.holders.index(job.holders[0])] = self._holder.parity(piece).clone()
@@ -158,11 +166,7 @@ class Rebuild:
         found = code.decode(syndromes[0], syndromes[1], [member.column for member in job.lost])
         for member, words in zip(job.lost, found, strict=True):
             good = self._holder.verify(piece, member, words)
-            message = torch.zeros(member.words + 1, dtype=torch.int64)
-            if good:
-                message[0] = 1
-                message[1:] = words[: member.words]
-            self._decoded[piece.index, member.rank] = message
+            self._decoded[piece.index, member.rank] = words[: member.words] if good else None
 
 
 def _gathers(jobs: Sequence[Job]) -> Iterator[_Transfer]:

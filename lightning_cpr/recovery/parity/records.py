@@ -27,9 +27,14 @@ class Record:
     words: int
 
     @property
-    def padded(self) -> bool:
-        """Whether some bytes belong to no field."""
-        return sum(size for _, _, size in self.fields) < self.words * WORD
+    def whole_words(self) -> int:
+        """How many words, from the first on, are of fields alone: the others hold bytes of none."""
+        end = 0
+        for _, offset, size in self.fields:
+            if offset > end:
+                break
+            end = offset + size
+        return end // WORD
 
 
 def record_of(table: TableSpec, spec: ShardSpec) -> Record:
@@ -54,14 +59,14 @@ class ShardRows:
             for name, offset, size in record.fields
         ]
 
-    def read(self, rows: Tensor | slice) -> Tensor:
-        """Rows by shard-local number (int64, on the CPU) or as a range."""
+    def read(self, rows: Tensor | slice, out: Tensor | None = None) -> Tensor:
+        """Rows by shard-local number (int64, on the CPU) or as a range; into ``out`` if it is given."""
         if isinstance(rows, Tensor):
             fields = self.room(rows.numel())
             self.take(rows, fields)
         else:
             fields = [bits[rows] for bits, _, _ in self._fields]
-        words = torch.empty((fields[0].shape[0], self.record.words), dtype=torch.int64)
+        words = torch.empty((fields[0].shape[0], self.record.words), dtype=torch.int64) if out is None else out
         self.join(fields, words)
         return words
 
@@ -93,8 +98,7 @@ class ShardRows:
 
     def join(self, fields: Sequence[Tensor], words: Tensor) -> None:
         """Write rows given by field as records: int64 ``[n, words]``."""
-        if self.record.padded:
-            words.zero_()
+        words[:, self.record.whole_words :] = 0
         for (bits, offset, size), source in zip(self._fields, fields, strict=True):
             _place(words, bits.dtype, offset, size).copy_(source)
 

@@ -147,9 +147,9 @@ class Window:
         self.restart()
         return Change(self._shard, kept.rows[:end], [field[:end] for field in kept.fields])
 
-    def read(self, rows: slice) -> Tensor:
-        """Records of a range of rows as they stood when the window opened."""
-        words = self._shard.read(rows)
+    def read(self, rows: slice, out: Tensor | None = None) -> Tensor:
+        """Records of a range of rows as they stood when the window opened; in ``out`` if it is given."""
+        words = self._shard.read(rows, out)
         slots = self._slot[rows] - self._first
         touched = torch.nonzero(slots >= 0).view(-1)
         if touched.numel():
