@@ -59,7 +59,7 @@ class CPRCallback(Callback):
         mtbf: mean time between failures of the whole job: seconds, or "28h". None: estimated from this job's failures,
             starting from 20 h.
         max_pls: a failure that would bring the PLS above it is recovered in full. None: for ``recovery="auto"`` twice
-            the target, for ``"partial"`` no limit. A process that died is always recovered in part.
+            the target, for ``"partial"`` no limit. Where a process died, a limit that is given restarts the job.
         recovery: ``"partial"``: only the failed ranks' shards are restored, everybody else keeps what it has;
             ``"full"``: everybody goes back to the newest exact version; ``"auto"``: the planner's choice.
         incremental: which saves are bases and which hold only the rows that changed (Check-N-Run). ``"intermittent"``:
@@ -88,7 +88,8 @@ class CPRCallback(Callback):
         timeout_s: how long any wait of a save or a recovery may take; below the strategy's ``timeout``, after which the
             other ranks give up.
         max_failed_saves: after this many failed saves in a row the run ends with the first cause; training goes on
-            until then, and every failure is logged and counted.
+            until then, and every failure is logged and counted. The save at the end of the fit has no next one: if it
+            fails, so does the fit.
         parity: keep parity of all shards in the memory of other ranks, so that a lost shard comes back without the
             store, and at ``every_n_steps=1`` with nothing lost (`ParityConfig`). It is tried before what ``recovery``
             says. None: no parity.

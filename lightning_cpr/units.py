@@ -45,3 +45,16 @@ def _of_text(text: str, scale: Mapping[str, float], bare: str) -> float:
         if not rest:
             return total
     return math.nan
+
+
+def human(value: float) -> str:
+    """A duration in seconds, in the unit that suits it: three digits."""
+    for unit, length in (("d", 5 * 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if value >= length:
+            return f"{value / _SECONDS[unit]:.3g} {unit}"
+    return f"{value:.3g} s"
+
+
+def counted(count: int, noun: str) -> str:
+    """``"1 version"``, ``"2 versions"``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

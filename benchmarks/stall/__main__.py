@@ -129,7 +129,7 @@ class Steps(pl.Callback):
 
 
 def throughput(rows: int, seconds: float, folder: str) -> dict[str, Any]:
-    """Windows of 30 s with one save at their beginning, by turns with windows without."""
+    """Windows of 30 s with one save at their beginning, each against the mean of the two windows beside it, without."""
     steps = Steps()
     saves = CPRCallback(f"{folder}/throughput", save_interval=2 * WINDOW_S, priority="vanilla")
     fit(rows, SHARE, PERIOD, [saves, steps], max_time={"seconds": seconds})
@@ -138,8 +138,7 @@ def throughput(rows: int, seconds: float, folder: str) -> dict[str, Any]:
         sum(k * WINDOW_S <= end < (k + 1) * WINDOW_S for end in steps.ends) / WINDOW_S
         for k in range(1, int(seconds // WINDOW_S))
     ]
-    pairs = [(rates[k + 1], rates[k]) for k in range(0, len(rates) - 1, 2)]
-    lost = [1 - with_save / without for with_save, without in pairs]
+    lost = [1 - 2 * rates[k] / (rates[k - 1] + rates[k + 1]) for k in range(1, len(rates) - 1, 2)]
     return {
         "rows": rows, "cols": WIDTH, "share": SHARE, "window_s": WINDOW_S, "batches_a_second": rates,
         "lost": lost, "median_lost": statistics.median(lost), "target": 0.01,

@@ -33,6 +33,7 @@ from lightning_cpr.recovery.guardian import HEARTBEAT_FD_ENV
 from lightning_cpr.recovery.handover import Offer, Take, choose
 from lightning_cpr.recovery.host import SHM, host_id
 from lightning_cpr.recovery.live import broadcast_bytes
+from lightning_cpr.recovery.plan import RewindError
 from lightning_cpr.recovery.stash import Key, Stash
 from lightning_cpr.saving.saver import RunId
 from lightning_cpr.store.blob import decode_blob, encode_blob
@@ -78,7 +79,7 @@ def leave(trainer: pl.Trainer, job: Job, run: RunId, epoch: int, error: BaseExce
     """Leave this rank's rows and state in shared memory, if ``error`` is that of a lost peer. Runs no collective."""
     if not isinstance(error, RecoveryError) and not is_lost_peer(error):
         return None
-    if reason := why_not(trainer):
+    if reason := "everybody goes back" if isinstance(error, RewindError) else why_not(trainer):
         log.warning("rank %d hands nothing over (%s): a restart goes on from the store", job.rank, reason)
         return None
     shards = [shard for shard in job.shards if not shard.spec.replicated and shard.spec.owner == job.rank]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_cpr._lightning import pl
 from lightning_cpr.faults import FaultInjector
+from lightning_cpr.job.handover import restart_is_left
 from lightning_cpr.job.job import Job
 from lightning_cpr.job.loader import restart_warning
 from lightning_cpr.job.reshard import Resharded
@@ -176,7 +177,7 @@ class RecoveryCoordinator:
         """Bring back the shards of processes that died and were replaced. incarnation: of the job, on the new group.
 
         Raises:
-            RecoveryError: no version serves, or all have to go back, which takes a restart of the job.
+            RecoveryError: no version serves, or (RewindError) all have to go back, which takes a restart of the job.
         """
         run, decision, trainer = self._run, recovery.decision, self._job.trainer
         stager = None if recovery.lost else self.cycle.saves.abandon(self._settings.timeout_s)
@@ -205,7 +206,7 @@ class RecoveryCoordinator:
         at = Progress(decision.step, state["samples"])
         recovered = self.restorer.recover_lost(
             trainer, failed, at, run.epoch, run.ledger, "a process died and was replaced",
-            skipped_samples(recovery, cut), self._early, rewinds=self._settings.recovery == "full",
+            skipped_samples(recovery, cut), self._early, self._why_back,
         )  # fmt: skip
         self.whole = True
         more = {"replaced": True, "error": recovery.error, "sources": source_fields(lost, recovered.plan.sources)}
@@ -228,6 +229,18 @@ class RecoveryCoordinator:
         assert loader is not None
         replays = restart_warning(loader.flattened, batches=1) is None
         return self.controller.choose(failed, after.pls(self._run.total_samples(trainer)), lost_samples, replays)
+
+    def _why_back(self, after: Ledger) -> str:
+        """Rank 0: why, by the user's word, a death restarts the job from the newest exact version; "": it does not."""
+        pls, limit = after.pls(self._run.total_samples(self._job.trainer)), self._settings.max_pls
+        if self._settings.recovery == "full":
+            return "CPRCallback(recovery='full')"
+        if limit is None or pls <= limit:
+            return ""
+        if not restart_is_left():
+            log.warning("the PLS passes max_pls=%g, to %.3g: no restart is left to go back by", limit, pls)
+            return ""
+        return f"the PLS would be {pls:.3g}, above max_pls={limit:g}"
 
     def _close(self, recovered: Recovered, failed: list[int], at: Progress, more: dict[str, Any]) -> None:
         """Charge the run, let saves and parity go on, and report."""

@@ -20,7 +20,7 @@ from lightning_cpr.live.early_read import EarlyRead
 from lightning_cpr.policy.ledger import Event, Ledger, charge
 from lightning_cpr.policy.ledger import rewind as rewind_ledger
 from lightning_cpr.recovery.election import LostPeerError
-from lightning_cpr.recovery.plan import Mode, RecoveryPlan, Source, plan_recovery
+from lightning_cpr.recovery.plan import Mode, RecoveryPlan, RewindError, Source, plan_recovery
 from lightning_cpr.saving.chain import Chain, samples_at
 from lightning_cpr.saving.saver import BackgroundSaves, Committed, Progress
 from lightning_cpr.saving.update_counts import Lost
@@ -123,16 +123,18 @@ class Restorer:
         reason: str,
         left_out: Mapping[int, int] = MappingProxyType({}),
         early: EarlyRead | None = None,
-        rewinds: bool = False,
+        goes_back: Callable[[Ledger], str] = lambda after: "",
     ) -> Recovered:
         """`recover` for ranks whose processes were replaced: the old group and its saves are gone already.
 
         What the dead processes counted of their rows' updates is gone too: it is estimated from what they told last.
         left_out: by survivor that leaves the broken batch out, the samples up to which its shards are whole. early: on
-        a replacement, what it has begun to read. rewinds: everybody goes back where parity cannot help.
+        a replacement, what it has begun to read. goes_back: by the ledger as it would be, why everybody has to go back
+        where parity cannot help; on rank 0.
 
         Raises:
-            RecoveryError: no version serves, or all have to go back, which takes a restart of the job.
+            RecoveryError: no version serves.
+            RewindError: on all ranks: everybody goes back. Nothing more was changed.
         """
         started = time.monotonic()
         self._early = early
@@ -156,8 +158,8 @@ class Restorer:
         from_parity = self._from_parity(failed, at, ledger, started, left_out)
         if from_parity is not None:
             return from_parity
-        if rewinds:
-            raise RecoveryError("CPRCallback(recovery='full'): everybody goes back, by a restart of the job")
+        if why_back := self._job.from_rank_0(lambda: self._why_back(failed, at, ledger, goes_back)):
+            raise RewindError(f"{why_back}: everybody goes back, by a restart of the job")
         why: tuple[Mode, str] = ("partial", reason)
         lost = [Lost(owner, ledger.last_recovery(owner)) for owner in failed]
 
@@ -332,6 +334,11 @@ class Restorer:
         exact = newest(self._storage, "exact", self._run_id).manifest
         after, _ = charge(ledger, at.samples, self._losses(failed, found))
         return choose(failed, after, at.samples - (exact.samples if exact is not None else 0))
+
+    def _why_back(self, failed: list[int], at: Progress, ledger: Ledger, goes_back: Callable[[Ledger], str]) -> str:
+        found = newest(self._storage, None, self._run_id).manifest
+        after = ledger if found is None else charge(ledger, at.samples, self._losses(failed, found))[0]
+        return goes_back(after)
 
     def _decide(self, failed: list[int], mode: Mode, reason: str, refused: list[str]) -> tuple[RecoveryPlan, Manifest]:
         """Rank 0 looks for versions and decides; all take its plan."""

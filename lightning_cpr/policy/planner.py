@@ -26,6 +26,7 @@ from lightning_cpr.policy.cost import (
 )
 from lightning_cpr.policy.priority import choose_variant
 from lightning_cpr.policy.setting import Setting
+from lightning_cpr.units import human
 
 Mode = Literal["full", "partial", "parity"]
 
@@ -249,7 +250,7 @@ def plan(state: PlannerState) -> Plan:
         best = options[0]
         reasons.append(f"PLS {state.pls:.3g} has reached its limit {setting.pls_limit:.3g}: full recovery from here on")
     reasons.append(
-        f"{best.mode} recovery, a save every {best.interval:.6g} s: {100 * best.overhead.total:.3g} % overhead"
+        f"{best.mode} recovery, a save every {human(best.interval)}: {100 * best.overhead.total:.3g} % overhead"
     )
     ratio = 1.0
     if best.mode == "partial":
@@ -293,16 +294,16 @@ def _clamp(state: PlannerState, interval: float, formula: str) -> tuple[float, s
     high = total if total is not None else max(state.exposure, interval_full(state.costs.save, state.mtbf), low)
     if interval > high:
         end = "the run" if total is not None else "the stream so far"
-        return high, f"{formula} = {interval:.6g} s, cut to {end}, {high:.6g} s"
+        return high, f"{formula} = {human(interval)}, cut to {end}, {human(high)}"
     if interval < low:
-        return min(low, high), f"{formula} = {interval:.6g} s, raised to {min(low, high):.6g} s"
-    return interval, f"{formula} = {interval:.6g} s"
+        return min(low, high), f"{formula} = {human(interval)}, raised to {human(min(low, high))}"
+    return interval, f"{formula} = {human(interval)}"
 
 
 def _estimates(state: PlannerState) -> str:
     how = "given" if state.setting.mtbf.strength is None else f"from {state.failures} failures and the prior"
     seen = ", ".join(sorted(state.measured)) or "nothing"
-    return f"MTBF {state.mtbf:.6g} s ({how}); measured: {seen}; {state.share_per_failure:.4g} of the rows a failure"
+    return f"MTBF {human(state.mtbf)} ({how}); measured: {seen}; {state.share_per_failure:.4g} of the rows a failure"
 
 
 def choose_recovery(
@@ -322,5 +323,5 @@ def choose_recovery(
         return "full", "the plan is full recovery"
     full, partial = state.costs.full, state.costs.partial
     if replays and full.load + full.restart + lost_seconds <= partial.load + partial.restart:
-        return "full", f"a rewind of {lost_seconds:.3g} s is no dearer and loses nothing"
-    return "partial", f"PLS will be {pls_after:.3g}, limit {limit:.3g}; a rewind would redo {lost_seconds:.3g} s"
+        return "full", f"a rewind of {human(lost_seconds)} is no dearer and loses nothing"
+    return "partial", f"PLS will be {pls_after:.3g}, limit {limit:.3g}; a rewind would redo {human(lost_seconds)}"

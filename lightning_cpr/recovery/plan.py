@@ -15,6 +15,10 @@ Mode = Literal["partial", "full"]
 _COST: dict[SourceKind, int] = {"live": 0, "parity": 1, "store": 2}
 
 
+class RewindError(RecoveryError):
+    """Everybody goes back to the newest exact version, by a restart of the job; no rank hands its rows over."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Something that holds an owner's shards.

@@ -21,7 +21,7 @@ from lightning_cpr.report.figure import new_figure, save_figure
 from lightning_cpr.simulate import Outcome, simulate
 from lightning_cpr.simulate.montecarlo import PARTS
 from lightning_cpr.simulate.scenario import load_scenario
-from lightning_cpr.units import seconds
+from lightning_cpr.units import human, seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,6 +86,8 @@ def plan_command(
         _write(json_out, json.dumps(found.to_json(), indent=1))
     if plot is not None:
         save_figure(plan_figure(state, found), plot)
+    for written in filter(None, (json_out, plot)):
+        _say_written(console, written)
     return found
 
 
@@ -112,7 +114,7 @@ def simulate_command(
     _write(f"{out}/outcomes.json", json.dumps([o.to_json() for o in outcomes], indent=1))
     if figure:
         save_figure(outcome_figure(outcomes, scenario.title), f"{out}/figure.png")
-    Console(highlight=False).print(f"written to {out}", markup=False, soft_wrap=True)
+    _say_written(Console(), out)
     return outcomes
 
 
@@ -229,12 +231,8 @@ def _draw_parts(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     axes.legend()
 
 
-def human(value: float) -> str:
-    """A duration in the unit that suits it."""
-    for unit, length in (("d", 5 * 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if value >= length:
-            return f"{value / seconds(f'1{unit}'):.3g} {unit}"
-    return f"{value:.3g} s"
+def _say_written(console: Console, where: str) -> None:
+    console.print(f"written to {where}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _percent(share: float) -> str:

@@ -121,7 +121,8 @@ def load_dense_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Ma
     """Loads what `dense_optimizer_state` gave; states of tables that the optimizer updates are left alone.
 
     Raises:
-        IncompatiblePlanError: a group has other parameters here than when saved (names them). Nothing was loaded.
+        IncompatiblePlanError: a group has other parameters here than when saved, or another optimizer's settings (names
+            them). Nothing was loaded.
     """
     names = _parameter_names(model)
     if len(optimizer.param_groups) != len(state["param_groups"]):
@@ -138,6 +139,12 @@ def load_dense_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Ma
             raise IncompatiblePlanError(
                 f"{type(optimizer).__name__} was saved with other parameters: only saved "
                 f"{sorted(set(saved['params']) - here)}, only here {sorted(here - set(saved['params']))}."
+            )
+        missing, foreign = set(optimizer.defaults) - set(saved), set(saved) - set(group) - {"initial_lr"}
+        if missing and foreign:  # one of them alone is another version of the same optimizer
+            raise IncompatiblePlanError(
+                f"the state was not saved by {type(optimizer).__name__}: it has {sorted(foreign)} and lacks "
+                f"{sorted(missing)}. Go on with the optimizer that saved it, or begin a new run with warm_start."
             )
         params = list(range(index, index + len(group["params"])))
         indices |= {names[id(p)]: i for i, p in zip(params, group["params"], strict=True) if id(p) in names}

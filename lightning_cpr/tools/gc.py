@@ -9,7 +9,7 @@ from lightning_cpr.store.orphans import Orphan, find_orphans, remove_orphans
 from lightning_cpr.store.retention import Removal, Rules, plan_removal, remove_planned, run_of
 from lightning_cpr.store.storage import Storage
 from lightning_cpr.tools.show import add, show, size, table
-from lightning_cpr.units import seconds
+from lightning_cpr.units import counted, seconds
 
 
 def gc_command(
@@ -60,10 +60,10 @@ def _report(root: str, removal: Removal, removed: int, dry_run: bool) -> None:
     for ref in reversed(removal.versions):
         add(made, ref.version, verb)
     show(made)
-    show(f"{verb}: {len(removal.versions)} versions and {removed} files, {size(removal.bytes)}")
+    show(f"{verb}: {counted(len(removal.versions), 'version')} and {counted(removed, 'file')}, {size(removal.bytes)}")
 
 
 def _report_orphan(orphan: Orphan, dry_run: bool) -> None:
     verb, total = "would be removed" if dry_run else "removed", size(sum(file.bytes for file in orphan.files))
-    what = f"{len(orphan.files)} files of a checkpoint that was never finished, {total}"
+    what = f"{counted(len(orphan.files), 'file')} of a checkpoint that was never finished, {total}"
     show(f"{verb}: {what} ({SIBLING}/{orphan.version})")

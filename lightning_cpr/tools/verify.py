@@ -9,6 +9,7 @@ from lightning_cpr.store.find import Version, find_root, find_version
 from lightning_cpr.store.verify import verify
 from lightning_cpr.store.versions import Problem, list_versions, load_manifest
 from lightning_cpr.tools.show import progress, show, size
+from lightning_cpr.units import counted
 
 
 def verify_command(root: str, storage_options: dict[str, Any] | None = None) -> int:
@@ -31,8 +32,9 @@ def verify_command(root: str, storage_options: dict[str, Any] | None = None) -> 
         where = "" if problem.message.startswith(problem.path) else f"{problem.path}{of}: "
         show(f"BAD {where}{problem.message}")
     stored = {s.path: s.bytes for version in versions for s in version.manifest.stored}
-    outcome = f"{len(problems)} problems" if problems else "all sound"
-    show(f"{len(versions)} versions, {len(stored)} files, {size(sum(stored.values()))}: {outcome}")
+    outcome = counted(len(problems), "problem") if problems else "all sound"
+    held = f"{counted(len(versions), 'version')}, {counted(len(stored), 'file')}, {size(sum(stored.values()))}"
+    show(f"{held}: {outcome}")
     return 1 if problems else 0
 
 

@@ -137,6 +137,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--hang", action="append", default=[])
     parser.add_argument("--resume", default="auto")
+    parser.add_argument("--recovery", default="auto")
+    parser.add_argument("--max-pls", type=float)
     parser.add_argument("--rate", type=float, help="of all tables, set by hand at step 5")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -150,7 +152,8 @@ def main() -> None:
     for hang in options.hang:
         rank, step, point = hang.split(":")
         injector.hang(int(rank), int(step), point)  # type: ignore[arg-type]
-    cpr = Recorded(str(options.out / "root"), save_every_n_steps=10, timeout_s=30, resume=options.resume)
+    limits = {"target_pls": options.max_pls or 0.1, "max_pls": options.max_pls, "recovery": options.recovery}
+    cpr = Recorded(str(options.out / "root"), save_every_n_steps=10, timeout_s=30, resume=options.resume, **limits)
     cpr.record = record = Record(options.out, kills)
     record.strike(0, "start")
     callbacks: list[Any] = [cpr, record, injector, *([Meet()] if options.meet_at_batch_end else [])]

@@ -113,6 +113,13 @@ def _optimizers(wrapped: Any) -> None:
     assert not wrong.state
     with pytest.raises(IncompatiblePlanError, match="has 1 param groups, 2 were saved"):
         load_dense_optimizer_state(wrapped, make(list(mlp.parameters())), saved)
+    groups = [{"params": list(layer.parameters())} for layer in (mlp[0], mlp[2])]
+    sgd = torch.optim.SGD(groups, lr=0.1)
+    with pytest.raises(
+        IncompatiblePlanError, match=r"not saved by SGD: it has \['amsgrad', 'betas', .*lacks \['dampening'"
+    ):
+        load_dense_optimizer_state(wrapped, sgd, saved)
+    load_dense_optimizer_state(wrapped, torch.optim.AdamW(groups, lr=0.1), saved)  # has the same settings
 
 
 def test_dense_state_and_optimizer_state_go_by_canonical_names() -> None:

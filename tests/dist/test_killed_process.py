@@ -5,6 +5,7 @@ What lies outside a training step restarts the job, by the rule in docs/recovery
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,44 @@ def test_a_death_outside_a_training_step_restarts_the_job(
     assert {e["where"] for e in events if e["event"] == "stepped_down"} == {where}
     assert "this rank steps down" in job.stderr
     assert still_running(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limit", "why"),
+    [
+        ("--recovery=full", r"CPRCallback\(recovery='full'\)"),
+        ("--max-pls=0.01", r"the PLS would be 0\.\d+, above max_pls=0.01"),
+    ],
+)
+def test_a_death_beyond_what_the_user_bears_restarts_the_job(
+    limit: str, why: str, tmp_path: Path, zygote: Zygote
+) -> None:
+    """Everybody goes back to the last exact version: nothing is handed over, and nothing is lost."""
+    job = zygote.run(JOB, tmp_path, [*kills("1:15:backward"), limit, "--steps=20"], 2, max_restarts=1)
+    assert job.code == 0, job.stderr[-5000:]
+    events = read_events(Storage(str(tmp_path / "root")))
+    assert [(e["point"], e["step"]) for e in events if e["event"] == "fault"] == [("backward", 15)]
+    assert not [e for e in events if e["event"] == "recovery"]
+    errors = {e["error"] for e in events if e["event"] == "stepped_down"}
+    assert all(re.match(f"{why}: everybody goes back", error) for error in errors), errors
+    assert errors
+    assert not any("handed_over" in e for e in events)
+    for rank in (0, 1):
+        assert [e["step"] for e in job.events(rank, "step")] == [*range(1, 15), *range(11, 21)]
+        (end,) = job.events(rank, "end")
+        assert (end["step"], end["pls"]) == (20, 0.0)
+    assert still_running(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_max_pls_is_passed_where_no_restart_is_left(tmp_path: Path, zygote: Zygote) -> None:
+    job = zygote.run(JOB, tmp_path, [*kills("1:15:backward"), "--max-pls=0.01", "--steps=20"], 2)
+    assert job.code == 0, job.stderr[-5000:]
+    (recovery,) = [e for e in read_events(Storage(str(tmp_path / "root"))) if e["event"] == "recovery"]
+    assert (recovery["mode"], recovery["failed"]) == ("partial", [1])
+    assert "the PLS passes max_pls=0.01" in job.stderr
+    assert job.events(0, "end")[0]["pls"] > 0.01
 
 
 @pytest.mark.slow

@@ -46,17 +46,17 @@ def state_of(model: Any) -> dict[str, Any]:
 
 
 class Break(Callback):
-    """In batch `STEP` the lost ranks are killed; without any, all come to know that somebody is gone."""
+    """In batch ``step`` the lost ranks are killed; without any, all come to know that somebody is gone."""
 
-    def __init__(self, lost: tuple[int, ...]) -> None:
-        self.lost = lost
+    def __init__(self, lost: tuple[int, ...], step: int) -> None:
+        self.lost, self.step = lost, step
 
     def on_before_backward(self, trainer: Any, *args: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == STEP and trainer.global_rank in self.lost:
+        if trainer.fit_loop.total_batch_idx + 1 == self.step and trainer.global_rank in self.lost:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == STEP and not self.lost:
+        if trainer.fit_loop.total_batch_idx + 1 == self.step and not self.lost:
             raise LostPeerError("a peer is gone")
 
 
@@ -69,10 +69,10 @@ class First(Callback):
             self.state = state_of(module) | {"batch": batch_idx, "total": progress.total.ready}
 
 
-def first_job(rank: int, world: int, root: str, lost: tuple[int, ...], count: int) -> dict[str, Any]:
-    cpr = CPRCallback(root, save_every_n_steps=10, timeout_s=30)
+def first_job(rank: int, world: int, root: str, lost: tuple[int, ...], count: int, step: int = STEP) -> dict[str, Any]:
+    cpr = CPRCallback(root, save_every_n_steps=10, timeout_s=30, resume="reshard")
     model = Tiny(dense="adam")
-    callbacks = [cpr, Settled(cpr), Break(lost)]
+    callbacks = [cpr, Settled(cpr), Break(lost, step)]
     trainer = make_trainer(world, TorchRecStrategy(plan=BEFORE), callbacks=callbacks, max_epochs=2)
     with pytest.raises(RuntimeError):
         trainer.fit(model, stateful_loader(rank, count))
@@ -97,20 +97,22 @@ class Full(CPRCallback):
             Storage.put = intercept  # type: ignore[method-assign]
 
 
-def second_job(rank: int, world: int, root: str, count: int, full: bool = False) -> dict[str, Any]:
+def second_job(
+    rank: int, world: int, root: str, count: int, plan: dict[str, str] = AFTER, full: bool = False
+) -> dict[str, Any]:
     kind = Full if full else CPRCallback
     cpr, first = kind(root, save_every_n_steps=10, timeout_s=30, resume="reshard"), First()
     model = Tiny(dense="adam", filled=False)
-    trainer = make_trainer(world, TorchRecStrategy(plan=AFTER), callbacks=[cpr, first], max_epochs=2)
+    trainer = make_trainer(world, TorchRecStrategy(plan=plan), callbacks=[cpr, first], max_epochs=2)
     trainer.fit(model, stateful_loader(rank, count))
     more = {"pls": cpr.pls, "samples": cpr.samples, "counts": cpr.counts, "ledger": cpr.ledger}
     return first.state | more | {"end": trainer.global_step, "trained": len(model.losses)}
 
 
-def broken(root: str, world: int, lost: tuple[int, ...], count: int) -> dict[int, dict[str, Any]]:
+def broken(root: str, world: int, lost: tuple[int, ...], count: int, step: int = STEP) -> dict[int, dict[str, Any]]:
     """What the survivors had when their job broke, by rank."""
     env = {"TORCHELASTIC_MAX_RESTARTS": "1"}
-    outcomes: list[Outcome] = rank_outcomes(first_job, world, root, lost, count, env=env)
+    outcomes: list[Outcome] = rank_outcomes(first_job, world, root, lost, count, step, env=env)
     assert [o.rank for o in outcomes if o.exitcode == -signal.SIGKILL] == list(lost)
     survivors = {o.rank: o.value for o in outcomes if o.rank not in lost}
     assert all(survivors.values()), [o.error for o in outcomes]
@@ -213,7 +215,7 @@ def test_without_room_for_the_version_the_newest_exact_one_is_used(tmp_path: Pat
     root = str(tmp_path / "root")
     broken(root, 3, (2,), 30)
     parent = find_version(root).manifest
-    runs = run_ranks(second_job, 2, root, 30, True)
+    runs = run_ranks(second_job, 2, root, 30, AFTER, True)
     assert left(root) == []
     assert_rows(runs, tables_of(root, parent))
     assert {(r["batch"], r["pls"], r["end"]) for r in runs} == {(20, 0.0, 60)}
@@ -222,3 +224,24 @@ def test_without_room_for_the_version_the_newest_exact_one_is_used(tmp_path: Pat
     assert "no space left" in failed["error"]
     assert not [ref for ref in list_versions(Storage(root)) if "-handed" in ref.version]
     assert [e["step"] for e in events if e["event"] == "run_started"] == [0, 20]
+
+
+def test_a_job_that_breaks_again_before_its_first_save_is_resharded_once_more(tmp_path: Path) -> None:
+    """3 ranks, 2 and 3 again: the last plan is that of the first job, the newest version of the one in between."""
+    root, more = str(tmp_path / "root"), 3
+    storage = Storage(root)
+    broken(root, 3, (2,), 30)
+    survivors = broken(root, 2, (1,), 30, STEP + more)
+    first = load_manifest(storage, list_versions(storage)[0])
+    assert (first.step, first.consistency) == (STEP - 1, "mixed")
+    assert find_version(root).manifest.step == 20
+    runs = run_ranks(second_job, 3, root, 30, BEFORE)
+    assert left(root) == []
+    wanted = tables_of(root, first)
+    with_rows(wanted, survivors[0]["rows"])
+    assert_rows(runs, wanted)
+    assert {(r["batch"], r["end"]) for r in runs} == {(STEP + more - 1, 60)}
+    # Each failure is charged for what it lost, from where the rows it lost were whole.
+    charges = runs[0]["ledger"].charges
+    lost = [(loss.owner, charge.samples - loss.held) for charge in charges for loss in charge.losses if loss.elements]
+    assert lost == [(2, 3 * 3 * BATCH_SIZE), (1, more * 2 * BATCH_SIZE)]

@@ -8,7 +8,8 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from lightning_cpr.errors import ConfigError, DependencyError
-from lightning_cpr.report.planning import human, plan_command, simulate_command
+from lightning_cpr.report.planning import plan_command, simulate_command
+from lightning_cpr.units import human
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes" / "simulate").glob("*.yaml"))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_cpr.store import Storage, list_versions
+from lightning_cpr.units import counted
 from tests.unit.store.helpers import files_of, save_one, table
 from tests.unit.store.s3 import serve
 from tests.unit.tools.helpers import command, files_in, make_root
@@ -108,7 +109,7 @@ def test_verify_names_file_and_table_of_every_flipped_byte(storage: Storage, cap
             if path.endswith(".safetensors"):
                 user = "table net.ebc.embedding_bags." + ("user" if "00000.safe" in path else "item")
                 assert user in out
-            assert out.endswith("1 problems\n")
+            assert out.endswith("1 problem\n")
         file.write_bytes(whole[:-1])
         assert command(capsys, "verify", root.path)[0] == 1
         file.write_bytes(whole)
@@ -159,11 +160,11 @@ def test_gc_removes_what_killed_saves_of_checkpoints_left(storage: Storage, caps
     assert command(capsys, "gc", storage.root)[:2] == (0, "")  # a save may be in flight
     status, out, _ = command(capsys, *args, "--dry-run")
     assert (status, files_of(storage.root)) == (0, before)
-    count = len(killed.stored)
-    assert f"would be removed: {count} files of a checkpoint that was never finished" in out
+    count = counted(len(killed.stored), "file")
+    assert f"would be removed: {count} of a checkpoint that was never finished" in out
     assert f"cpr-chunks/{killed.version}" in out
     status, out, _ = command(capsys, *args)
-    assert f"removed: {count} files" in out
+    assert f"removed: {count} of a checkpoint" in out
     gone = {stored.path for stored in killed.stored}
     assert files_of(storage.root) == {path: data for path, data in before.items() if path not in gone}
     assert command(capsys, "verify", f"{storage.root}/last.ckpt")[0] == 0
