@@ -100,9 +100,9 @@ def save_version(taken: Taken, job: Job, storage: Storage, state_key: str, timeo
     job.together(write)
     if job.rank == 0:
         log.warning(
-            "the rows of ranks %s of %d are handed over to %d ranks of another plan, after batch %d, as version %s; of"
-            " ranks %s they are those of step %d",
-            handed, spec.world_size, job.world_size, taken.step, spec.version, lost, parent.step,
+            "the rows of ranks %s of %d are handed over to a job of another plan, after batch %d, as version %s; of"
+            " ranks %s they are those of step %d; loaders start their epoch over unless they can place themselves",
+            handed, spec.world_size, taken.step, spec.version, lost, parent.step,
         )  # fmt: skip
     rows = sum(shard.rows for shard in complete if shard.owner in lost and not shard.replicated)
     return Resharded(spec.manifest, parent, handed, lost, rows, ledger, event, time.monotonic() - started)

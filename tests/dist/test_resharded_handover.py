@@ -151,9 +151,9 @@ def assert_rows(runs: list[dict[str, Any]], wanted: dict[str, Tensor]) -> None:
     assert_same(got, {name: values for name, values in wanted.items() if name != "a.sum@0"})
 
 
-# The third breaks in the first batch of its second epoch.
+# The last one breaks in the first batch of its second epoch.
 @pytest.mark.parametrize(
-    ("world", "lost", "then", "count"), [(4, (2, 3), 2, 30), (2, (0,), 3, 30), (3, (), 2, STEP - 1)]
+    ("world", "lost", "then", "count"), [(4, (2, 3), 2, 30), (2, (0,), 3, 30), (2, (1,), 2, 30), (3, (), 2, STEP - 1)]
 )
 def test_survivors_rows_are_resharded(world: int, lost: tuple[int, ...], then: int, count: int, tmp_path: Path) -> None:
     root = str(tmp_path / "root")
