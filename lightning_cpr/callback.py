@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, Literal
 
 from torch import Tensor
 
 from lightning_cpr._lightning import Callback, check_trainer, pl
 from lightning_cpr.checkpoint_io import VERSION_KEY, Version
-from lightning_cpr.errors import ConfigError, RecoveryError, UnsupportedError
+from lightning_cpr.errors import ConfigError, CPRError, RecoveryError, UnsupportedError
 from lightning_cpr.faults import FaultInjector
-from lightning_cpr.job import handover, preemption
+from lightning_cpr.job import handover, preemption, reshard
 from lightning_cpr.job.job import Job
 from lightning_cpr.job.root import Found, find_run, has_newer, is_version_of, rename_state, resume_from, take_up
 from lightning_cpr.job.run import Run
@@ -81,7 +82,8 @@ class CPRCallback(Callback):
             removed behind the training. None: all are kept (`lightning-cpr gc` removes by hand).
         resume: ``"auto"``: a run that is in ``root`` already goes on from its newest valid version, unless the Trainer
             is given a ``ckpt_path``; ``"reshard"``: under another sharding plan or number of ranks too, for elastic
-            jobs; ``"never"``: ``root`` must not hold a run, unless ``ckpt_path`` points there.
+            jobs, and with the rows that survivors hand over; ``"never"``: ``root`` must not hold a run, unless
+            ``ckpt_path`` points there.
         storage_options: for fsspec, e.g. credentials. Never logged, never stored.
         timeout_s: how long any wait of a save or a recovery may take; below the strategy's ``timeout``, after which the
             other ranks give up.
@@ -136,6 +138,7 @@ class CPRCallback(Callback):
         self._injector: FaultInjector | None = None
         self._found = Found()
         self._taken: handover.Taken | None = None
+        self._resharded: reshard.Resharded | None = None
 
     @property
     def root(self) -> str:
@@ -235,11 +238,28 @@ class CPRCallback(Callback):
             return
         self._found = self.job.from_rank_0(lambda: find_run(self.storage, self._run.id, self.settings.resume))
         if self._hands_over:
-            self._taken = handover.take_over(trainer, self.job, self.storage, self._run.id, self._found.run_id)
+            any_plan = self.settings.resume == "reshard"
+            run_id = self._found.run_id
+            self._taken = handover.take_over(trainer, self.job, self.storage, self._run.id, run_id, any_plan)
+        if self._taken is not None and self._taken.take.resharded:
+            self._reshard(self._taken)
+            self._taken = None
         if self._taken is not None:
             trainer._checkpoint_connector._loaded_checkpoint = self._taken.checkpoint()
         elif self._found.path is not None:
-            resume_from(trainer, self.job, self.storage, self._found.path, self.state_key)
+            path = self._found.path if self._resharded is None else self._resharded.path
+            resume_from(trainer, self.job, self.storage, path, self.state_key)
+
+    def _reshard(self, taken: handover.Taken) -> None:
+        """Make a version of what a job of another plan left; where that fails the newest exact one serves."""
+        job, timeout_s = self.job, self.settings.timeout_s
+        try:
+            with closing(taken):
+                self._resharded = reshard.save_version(taken, job, self.storage, self.state_key, timeout_s)
+        except CPRError as error:
+            log.error("nothing is handed over, the job goes on from the store: %s", error)
+            self.counts["failed"] += 1
+            self._emit("save_failed", error=str(error).partition("\n")[0], failed=self.counts["failed"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Everything is restored; take up the run that it came from, or begin one."""
@@ -273,12 +293,22 @@ class CPRCallback(Callback):
         self._required.controller.trained(at.samples, 0.0, None)
         for path in from_root.refused or () if from_root is not None else ():
             self._emit("version_refused", version=path, error="damaged")
-        self._emit_started(at, resumed_from=loaded.name if loaded is not None else None)
+        how: dict[str, Any] = {"resumed_from": loaded.name if loaded is not None else None}
+        made, self._resharded = self._resharded, None
+        if made is not None and (from_root is None or from_root.manifest.path != made.path):
+            log.warning("the job goes on from another version than the one made of what was handed over: %s", made.path)
+            made = None
+        if made is not None:
+            how |= {"handed_over": made.handed, "resharded": True}
+        self._emit_started(at, **how)
+        if made is not None:
+            self._required.resharded(trainer, made, at)
         self._required.protect(at.step)
         if from_root is not None:
             manifest = from_root.manifest
             job.together(lambda: self._required.restorer.holds(manifest))
-            self._cycle.saved_step, self._cycle.closed = manifest.step, Moment(at.step, 0.0)
+            self._cycle.saved_step = manifest.step if manifest.consistency == "exact" else -1
+            self._cycle.closed = Moment(at.step, 0.0)
             if not job.from_rank_0(lambda: has_newer(self.storage, self._run.id.run_id, from_root)):
                 return
         # At once, so that there is a version to recover from before the first interval is over.

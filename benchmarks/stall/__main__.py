@@ -1,7 +1,7 @@
 """How long training stands still for a save: CPRCallback beside other ways, on one model in one run.
 
     python -m benchmarks.stall [--small] [--out results.json]             # stall per save
-    python -m benchmarks.stall --throughput 150 [--out throughput.json]   # what saves every 30 s cost in all
+    python -m benchmarks.stall --throughput 320 [--out throughput.json]   # what saves every 30 s cost in all
 
 Stall: from the end of a batch until the next may begin. CPRCallback's is its whole hook of that batch. By turns; ratios
 are of medians. On a machine that does other work too, the CPU seconds of the training thread say more than the clock.

@@ -2,7 +2,8 @@
 that survived from host shared memory (`recovery.stash`), with the dense part and the place in the run of the most
 advanced one. Only the lost ranks' shards come from the store.
 
-`leave` runs in the process that ends, on the error of a lost peer; `take_over` in the one that comes after it.
+`leave` runs in the process that ends, on the error of a lost peer; `take_over` in the one that comes after it. Rows of
+another plan than its own are made a version by `job.reshard`.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def leave(trainer: pl.Trainer, job: Job, run: RunId, epoch: int, error: BaseExce
     step = batches_trained(trainer)
     try:
         key = _key(run)
-        stash = stashes.leave(SHM, key, epoch, job.incarnation, job.rank, step, shards, _state(trainer, job))
+        blob = _state(trainer, job)
+        stash = stashes.leave(SHM, key, epoch, job.incarnation, job.world_size, job.rank, step, shards, blob)
     except CPRError as problem:
         log.error("rank %d hands nothing over, a restart goes on from the store: %s", job.rank, problem)
         return None
@@ -108,6 +110,7 @@ def _state(trainer: pl.Trainer, job: Job) -> bytes:
         "scalars": fused_scalars(job.module, trainer.optimizers),
         "rng": rng_state(),
         "inside": progress.current.ready > progress.current.processed,  # type: ignore[attr-defined]
+        "plan": job.plan,
     }
     return encode_blob(to_plain(told))
 
@@ -117,16 +120,19 @@ def _key(run: RunId) -> Key:
     agent = os.getppid()
     if HEARTBEAT_FD_ENV in os.environ:
         agent = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
-    return Key(run.run_id, f"{run.config_fingerprint}-{run.plan_fingerprint}", stashes.agent_of(agent))
+    return Key(run.run_id, run.config_fingerprint, run.plan_fingerprint, stashes.agent_of(agent))
 
 
 @dataclass
 class Taken:
-    """What a restart takes. ``inside``: the job broke in the middle of a batch, which is trained again."""
+    """What a restart takes. told: the donor's state (`_state`). rngs, scalars: of all that left theirs, by owner and by
+    table. files: open rows that this rank reads, by owner.
+    """
 
     take: Take
     told: dict[str, Any]
     rngs: Mapping[int, dict[str, Any]]
+    scalars: dict[str, Any]
     job: Job
     files: dict[int, int]
 
@@ -183,9 +189,13 @@ class Taken:
             skip_batches(trainer.fit_loop, progress.current.ready)
 
 
-def take_over(trainer: pl.Trainer, job: Job, storage: Storage, run: RunId, run_id: str | None) -> Taken | None:
+def take_over(
+    trainer: pl.Trainer, job: Job, storage: Storage, run: RunId, run_id: str | None, any_plan: bool
+) -> Taken | None:
     """What the processes before these left in shared memory, if it is newer than what ``storage`` holds of the run
     ``run_id``; it is removed in any case. None: there is no version yet that could complete it. A collective.
+
+    any_plan: also what they left under another plan (``Taken.take.resharded``), for `job.reshard`.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -193,12 +203,12 @@ def take_over(trainer: pl.Trainer, job: Job, storage: Storage, run: RunId, run_i
         stashes.find(SHM, _key(run))
         return None
     ref = job.from_rank_0(lambda: list_versions(storage, run_id)[0])
-    return _take(trainer, job, replace(run, run_id=run_id), (ref.epoch, ref.step))
+    return _take(trainer, job, replace(run, run_id=run_id), (ref.epoch, ref.step), any_plan)
 
 
-def _take(trainer: pl.Trainer, job: Job, run: RunId, newest: tuple[int, int]) -> Taken | None:
+def _take(trainer: pl.Trainer, job: Job, run: RunId, newest: tuple[int, int], any_plan: bool) -> Taken | None:
     """newest: (epoch, step) of the newest version of the run."""
-    found, whole = job.together(lambda: _find(_key(run)))
+    found, whole = job.together(lambda: _find(_key(run), any_plan))
     everybody: list[Any] = [None] * job.world_size
     dist.all_gather_object(everybody, (host_id(), whole))
     offers = [Offer(host, stash) for host, mine in everybody for stash, _ in mine]
@@ -207,8 +217,8 @@ def _take(trainer: pl.Trainer, job: Job, run: RunId, newest: tuple[int, int]) ->
     taken = None
     if offers:
         try:
-            chosen = choose(offers, [host for host, _ in everybody], newest)
-            taken = Taken(chosen, {}, rngs, job, job.together(lambda: _open(chosen, job.rank)))
+            chosen = choose(offers, [host for host, _ in everybody], newest, run.plan_fingerprint)
+            taken = Taken(chosen, {}, rngs, scalars, job, job.together(lambda: _open(chosen, job.rank)))
         except RecoveryError as reason:
             log.warning("nothing is handed over, the job goes on from the store: %s", reason)
     trainer.strategy.barrier("handover")
@@ -219,7 +229,10 @@ def _take(trainer: pl.Trainer, job: Job, run: RunId, newest: tuple[int, int]) ->
     reader, stash = taken.take.readers[donor], taken.take.sources[donor].stash
     blob = os.pread(taken.files[donor], stash.blob[1], stash.blob[0]) if reader == job.rank else None
     taken.told = decode_blob(broadcast_bytes(blob, reader, trainer.strategy.root_device), "a handed-over state")
-    load_fused_scalars(job.module, scalars | taken.told["scalars"], trainer.optimizers)
+    taken.scalars |= taken.told["scalars"]
+    if chosen.resharded:
+        return taken
+    load_fused_scalars(job.module, taken.scalars, trainer.optimizers)
     if job.rank == 0:
         log.warning(
             "the rows of ranks %s are handed over, after batch %d; of ranks %s they come from the store",
@@ -228,12 +241,12 @@ def _take(trainer: pl.Trainer, job: Job, run: RunId, newest: tuple[int, int]) ->
     return taken
 
 
-def _find(key: Key) -> tuple[list[Stash], list[tuple[Stash, dict[str, Any]]]]:
+def _find(key: Key, any_plan: bool) -> tuple[list[Stash], list[tuple[Stash, dict[str, Any]]]]:
     """What lies on this host, and the part that this process has found whole, with its random streams and scalars.
 
     The processes of a host share the work.
     """
-    found, whole = stashes.find(SHM, key), []
+    found, whole = stashes.find(SHM, key, any_plan), []
     for stash in found[int(os.environ["LOCAL_RANK"]) :: int(os.environ["LOCAL_WORLD_SIZE"])]:
         try:
             told = decode_blob(stashes.check(stash), stash.path.name)

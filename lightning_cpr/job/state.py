@@ -163,3 +163,23 @@ def rewind(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     iter(fetcher)
     fetcher.fetched += done
     set_rng_state(checkpoint["rng"])
+
+
+def end_of_batch(loops: dict[str, Any]) -> None:
+    """Make the state of a Trainer's loops, taken inside a batch or between two, that of the end of the last one that
+    was trained: what a save there holds. One taken at an epoch's end stays as it is. In place.
+    """
+    fit = loops["fit_loop"]
+    progress, optimizer = fit["epoch_loop.batch_progress"], fit["epoch_loop.automatic_optimization.optim_progress"]
+    current, total = progress["current"], progress["total"]
+    inside = current["ready"] > current["processed"]
+    if progress["is_last_batch"] and not inside:
+        return
+    progress["is_last_batch"] = False
+    ended = 0 < current["processed"] == current["completed"]
+    for counts in (current, total):
+        counts["completed"] -= ended  # Lightning counts that batch as completed when it goes on
+        counts["ready"] = counts["started"] = counts["processed"]
+    fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= ended
+    for counts in (*optimizer["optimizer"]["step"].values(), *optimizer["optimizer"]["zero_grad"].values()):
+        counts |= dict.fromkeys(counts.keys() & {"ready", "started"}, counts["completed"])

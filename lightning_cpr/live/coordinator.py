@@ -18,15 +18,16 @@ from lightning_cpr.faults import FaultInjector
 from lightning_cpr.job.handover import restart_is_left
 from lightning_cpr.job.job import Job
 from lightning_cpr.job.loader import restart_warning
+from lightning_cpr.job.reshard import Resharded
 from lightning_cpr.job.run import Run
 from lightning_cpr.job.samples import planned_samples
 from lightning_cpr.live.account import Rejoined, cut_fields, gather_cut, skipped_samples, source_fields
 from lightning_cpr.live.early_read import EarlyRead
 from lightning_cpr.live.parity import ParityGuard
-from lightning_cpr.live.restorer import Recovered, Restorer
+from lightning_cpr.live.restorer import Recovered, Restorer, source_of
 from lightning_cpr.policy.ledger import Ledger, event_to_json
 from lightning_cpr.recovery.live import Recovery
-from lightning_cpr.recovery.plan import Mode
+from lightning_cpr.recovery.plan import Mode, RecoveryPlan
 from lightning_cpr.saving.chain import Chain
 from lightning_cpr.saving.controller import Controller
 from lightning_cpr.saving.cycle import SaveCycle
@@ -160,6 +161,17 @@ class RecoveryCoordinator:
         recovered = self.restorer.recover_lost(trainer, failed, at, run.epoch, run.ledger, why)
         if failed:
             self._close(recovered, failed, at, {"handed_over": handed})
+
+    def resharded(self, trainer: pl.Trainer, done: Resharded, at: Progress) -> None:
+        """The rows here are those of a version that was made of what a job of another plan left."""
+        if done.charge is None:
+            return
+        gone = sum(loss.elements for loss in done.charge.losses)
+        self.controller.failed(done.lost, min(1.0, gone / max(1, done.ledger.total_elements)))
+        reason = "the other ranks' rows were handed over, and resharded"
+        plan = RecoveryPlan("partial", dict.fromkeys(done.lost, source_of(done.parent)), reason)
+        recovered = Recovered(plan, done.ledger, done.charge, None, None, done.lost_rows, done.seconds, None, False)
+        self._close(recovered, done.lost, at, {"handed_over": done.handed, "resharded": True})
 
     def restore_shards(self, recovery: Recovery, lost: Sequence[ShardSpec], incarnation: str) -> None:
         """Bring back the shards of processes that died and were replaced. incarnation: of the job, on the new group.

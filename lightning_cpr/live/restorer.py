@@ -21,7 +21,7 @@ from lightning_cpr.policy.ledger import Event, Ledger, charge
 from lightning_cpr.policy.ledger import rewind as rewind_ledger
 from lightning_cpr.recovery.election import LostPeerError
 from lightning_cpr.recovery.plan import Mode, RecoveryPlan, RewindError, Source, plan_recovery
-from lightning_cpr.saving.chain import Chain, exact_point
+from lightning_cpr.saving.chain import Chain, samples_at
 from lightning_cpr.saving.saver import BackgroundSaves, Committed, Progress
 from lightning_cpr.saving.update_counts import Lost
 from lightning_cpr.store.blob import rank_blob
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Recovered:
     """What a recovery did. ``event`` is the ledger's; ``rewound``: where a full recovery went back to. lost_updates:
-    row updates that are gone, None if unknown; an estimate unless ``lost_exact``.
+    row updates that are gone, None if unknown; an estimate unless ``lost_exact``. bytes_read: None: not counted.
     """
 
     plan: RecoveryPlan
     ledger: Ledger
     event: Event
     rewound: Progress | None
-    bytes_read: int
+    bytes_read: int | None
     rows: int
     seconds: float
     lost_updates: int | None
@@ -187,7 +187,7 @@ class Restorer:
 
         def decide() -> RecoveryPlan:
             manifest = None if whole else newest(self._storage, None, self._run_id).manifest
-            sources = [source] if manifest is None else [source, _source(manifest)]
+            sources = [source] if manifest is None else [source, source_of(manifest)]
             return plan_recovery(dict.fromkeys(failed, sources), "partial")
 
         plan = self._job.from_rank_0(decide)
@@ -346,7 +346,7 @@ class Restorer:
         def decide() -> tuple[RecoveryPlan, str]:
             consistency: Consistency | None = "exact" if mode == "full" else None
             manifest = newest(self._storage, consistency, self._run_id, exclude=refused).manifest
-            sources = [] if manifest is None else [_source(manifest)]
+            sources = [] if manifest is None else [source_of(manifest)]
             plan = replace(plan_recovery(dict.fromkeys(failed, sources), mode), reason=reason)
             return plan, manifest.path if manifest else ""
 
@@ -390,7 +390,7 @@ class Restorer:
             owner: (
                 self._job.sharded_elements(owner),
                 [
-                    _samples_at(manifest, complete.get(spec, manifest.step))
+                    samples_at(manifest, complete.get(spec, manifest.step))
                     for spec in self._job.plan
                     if spec.owner == owner and not spec.replicated
                 ],
@@ -399,14 +399,8 @@ class Restorer:
         }
 
 
-def _source(manifest: Manifest) -> Source:
+def source_of(manifest: Manifest) -> Source:
+    """A version as a source of shards."""
     oldest = min((record.complete_step for record in manifest.shards), default=manifest.step)
-    samples = _samples_at(manifest, oldest)
+    samples = samples_at(manifest, oldest)
     return Source("store", manifest.version, oldest, samples, manifest.consistency == "exact")
-
-
-def _samples_at(manifest: Manifest, step: int) -> int:
-    """Samples done at a step of the version's run: exactly at its own and at its newest exact one."""
-    exact_step, exact_samples = exact_point(manifest)
-    known = {exact_step: exact_samples, manifest.step: manifest.samples}
-    return known[step] if step in known else manifest.samples * step // max(1, manifest.step)

@@ -53,9 +53,10 @@ class Saved:
 
 @dataclass(frozen=True)
 class Failed:
-    """These owners died together."""
+    """These owners died together. ``share``: of all elements, for owners of another plan than the setting's."""
 
     owners: tuple[int, ...]
+    share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,9 @@ def _fold(state: PlannerState, seen: Measurement) -> PlannerState:
         check.not_negative("seconds", seen.seconds)
         return replace(state, measured=_add(state.measured, {"save": seen.seconds}))
     if isinstance(seen, Failed):
+        if seen.share is not None:
+            check.share("share", seen.share, zero=True)
+            return replace(state, failures=state.failures + 1, lost_share=state.lost_share + seen.share)
         count = len(state.setting.owners)
         if not seen.owners or not all(0 <= o < count for o in seen.owners):
             raise ConfigError(f"failed owners {seen.owners}: must be some of 0..{count - 1}")

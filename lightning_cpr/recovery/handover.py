@@ -1,7 +1,7 @@
 """Which rows the processes of a restarted job take from shared memory: decisions only.
 
 Keyed by shard: a process takes the shards of its own rank in the plan, wherever they lie; on another host a process
-there sends them.
+there sends them. Rows of another plan are nobody's: each is read by a process of its host, for a version of the store.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ class Offer:
 @dataclass(frozen=True)
 class Take:
     """What all do. decision: as of a live recovery, ``lost`` are owners without a stash. sources: the others', by
-    owner. readers: by owner the rank that reads its stash: the owner itself, or one that sends it.
+    owner. readers: by owner the rank that reads its stash: the owner itself, or another one of that host.
+
+    resharded: owners are those of the plan that broke, which is another than the new processes'.
     """
 
     decision: Decision
     sources: Mapping[int, Offer]
     readers: Mapping[int, int]
+    resharded: bool
 
 
-def choose(offers: Sequence[Offer], hosts: Sequence[str], newest: tuple[int, int]) -> Take:
+def choose(offers: Sequence[Offer], hosts: Sequence[str], newest: tuple[int, int], plan: str) -> Take:
     """Choose among what was found on all hosts.
 
     Args:
         hosts: by rank of the new processes, where it runs.
         newest: (epoch, step) of the newest version in the store.
+        plan: of the new processes.
 
     Raises:
         RecoveryError: nothing serves; says why.
@@ -54,9 +58,11 @@ def choose(offers: Sequence[Offer], hosts: Sequence[str], newest: tuple[int, int
         held = sources.get(offer.stash.owner)
         if held is None or held.stash.step < offer.stash.step:
             sources[offer.stash.owner] = offer
-    owners = range(len(hosts))
+    broke = last[0].stash
+    resharded = broke.key.plan != plan
+    owners = range(broke.world_size if resharded else len(hosts))
     if unknown := sources.keys() - set(owners):
-        raise RecoveryError(f"rows of ranks {sorted(unknown)} lie there, and the job has {len(hosts)} ranks")
+        raise RecoveryError(f"rows of ranks {sorted(unknown)} lie there, and the job has {len(owners)} ranks")
     decision = elect(
         [
             Holding(owner, sources[owner].stash.pid, sources[owner].stash.step) if owner in sources
@@ -72,5 +78,5 @@ def choose(offers: Sequence[Offer], hosts: Sequence[str], newest: tuple[int, int
     readers = {}
     for owner, offer in sources.items():
         on_host = [rank for rank, host in enumerate(hosts) if host == offer.host]
-        readers[owner] = owner if owner in on_host else min(on_host)
-    return Take(decision, sources, readers)
+        readers[owner] = owner if owner in on_host else on_host[owner % len(on_host)]
+    return Take(decision, sources, readers, resharded)

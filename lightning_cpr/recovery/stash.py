@@ -39,13 +39,14 @@ _PIECE = 32 << 20
 
 @dataclass(frozen=True)
 class Key:
-    """What a stash must be of to be used: the run, its plan, and the agent that restarts it.
+    """What a stash must be of to be used: the run, its tables and model, its plan, and the agent that restarts it.
 
-    ``agent``: process id and start time of torchrun's agent on this host. Each start takes or removes what is there of
-    its agent, so that what it finds is of the start before.
+    config, plan: fingerprints. ``agent``: process id and start time of torchrun's agent on this host. Each start takes
+    or removes what is there of its agent, so that what it finds is of the start before.
     """
 
     run_id: str
+    config: str
     plan: str
     agent: str
 
@@ -67,13 +68,14 @@ class Part:
 class Stash:
     """A stash as its metadata tells it.
 
-    epoch, incarnation: of the job that broke. owner: of its shards, by the plan. step: batches whose dense step its
-    rank had finished. blob: (offset, bytes, hash). ``path``: of the metadata; not stored.
+    epoch, incarnation, world_size: of the job that broke. owner: of its shards, by the plan. step: batches whose dense
+    step its rank had finished. blob: (offset, bytes, hash). ``path``: of the metadata; not stored.
     """
 
     key: Key
     epoch: int
     incarnation: str
+    world_size: int
     owner: int
     pid: int
     step: int
@@ -121,6 +123,7 @@ def leave(
     key: Key,
     epoch: int,
     incarnation: str,
+    world_size: int,
     owner: int,
     step: int,
     shards: Sequence[Shard],
@@ -142,7 +145,7 @@ def leave(
             parts.append(Part(shard.spec, name, dtype, tuple(tensor.shape), at, tensor.nbytes))
             at += tensor.nbytes
     blob_entry = (at, len(blob), _digest([blob]))
-    stash = Stash(key, epoch, incarnation, owner, os.getpid(), step, tuple(parts), blob_entry, path)
+    stash = Stash(key, epoch, incarnation, world_size, owner, os.getpid(), step, tuple(parts), blob_entry, path)
     try:
         _write(stash, [tensor for shard in shards for _, tensor in _tensors(shard)], blob)
     except OSError as error:
@@ -173,9 +176,9 @@ def _write(stash: Stash, tensors: Sequence[Tensor], blob: bytes) -> None:
     torn.rename(stash.path)
 
 
-def find(folder: Path, key: Key) -> list[Stash]:
+def find(folder: Path, key: Key, any_plan: bool = False) -> list[Stash]:
     """The stashes that serve ``key``, complete by their sizes (`check` reads them). Removes what serves nobody: of this
-    agent but of another plan or run, of an agent that is gone, or torn.
+    agent but of another plan (unless ``any_plan``) or run, of an agent that is gone, or torn.
     """
     found = []
     for path in sorted(folder.glob(f"{PREFIX}*")):
@@ -184,7 +187,7 @@ def find(folder: Path, key: Key) -> list[Stash]:
             if name is None or path.stat().st_uid != os.geteuid():
                 continue
             if path.suffix == ".json":
-                if (stash := _serves(path, key)) is not None:
+                if (stash := _serves(path, key, any_plan)) is not None:
                     found.append(stash)
             else:
                 _remove_torn(path, int(name["pid"]))
@@ -198,17 +201,17 @@ def _remove_torn(path: Path, pid: int) -> None:
         path.unlink()
 
 
-def _serves(path: Path, key: Key) -> Stash | None:
+def _serves(path: Path, key: Key, any_plan: bool) -> Stash | None:
     """A stash if it serves ``key``; what serves nobody is removed."""
     why = ""
     try:
         stash = Stash.from_json(path.read_text(), path)
         if stash.rows.stat().st_size != stash.nbytes:
             why = "its rows are not all there"
-        elif stash.key == key:
+        elif stash.key == key or (any_plan and replace(stash.key, plan=key.plan) == key):
             return stash
         elif stash.key.agent == key.agent:
-            why = f"it is of run {stash.key.run_id} and plan {stash.key.plan}, not of {key.run_id} and {key.plan}"
+            why = f"it is of {_told(stash.key)}, not of {_told(key)}"
         elif agent_of(int(stash.key.agent.partition("-")[0])) != stash.key.agent:
             why = "the launcher that could restart its job is gone"
     except FileNotFoundError:
@@ -219,6 +222,10 @@ def _serves(path: Path, key: Key) -> Stash | None:
         log.warning("stash %s is refused and removed: %s", path.name, why)
         _remove(path)
     return None
+
+
+def _told(key: Key) -> str:
+    return f"run {key.run_id}, model {key.config} and plan {key.plan}"
 
 
 def check(stash: Stash) -> bytes:

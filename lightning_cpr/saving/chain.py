@@ -59,6 +59,13 @@ def exact_point(manifest: Manifest) -> tuple[int, int]:
     return step, samples
 
 
+def samples_at(manifest: Manifest, step: int) -> int:
+    """Samples done at a step of the version's run: exactly at its own and at its newest exact one."""
+    exact_step, exact_samples = exact_point(manifest)
+    known = {exact_step: exact_samples, manifest.step: manifest.samples}
+    return known[step] if step in known else manifest.samples * step // max(1, manifest.step)
+
+
 def _state(manifest: Manifest) -> Mapping[str, Any]:
     planner = manifest.planner
     return planner.get("chain", {}) if isinstance(planner, dict) else {}

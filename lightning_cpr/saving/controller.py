@@ -106,9 +106,9 @@ class Controller:
         """A cycle's saves are committed; training waited ``stall`` seconds for all of them."""
         self._observe(Saved(stall))
 
-    def failed(self, owners: Sequence[int]) -> None:
-        """These owners have failed together."""
-        self._observe(Failed(tuple(owners)))
+    def failed(self, owners: Sequence[int], share: float | None = None) -> None:
+        """These owners have failed together. share: of all elements, where they are owners of another plan."""
+        self._observe(Failed(tuple(owners), share))
 
     def choose(self, failed: Sequence[int], pls_after: float, lost_samples: int, replays: bool) -> tuple[Mode, str]:
         """How to recover these owners. lost_samples: done since the newest exact version. replays: whether the loader

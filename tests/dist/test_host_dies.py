@@ -1,4 +1,4 @@
-"""A whole host dies, its launcher too: the other one hands its rows over, or the job is resharded onto it."""
+"""A whole host dies, its launcher too: the other one's rows go to the host that takes its place, or are resharded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 
 from lightning_cpr.checkpoint_io import find_version
 from lightning_cpr.report.events import read_events
+from lightning_cpr.store.reader import read_table
 from lightning_cpr.store.storage import Storage
+from lightning_cpr.store.versions import list_versions, load_manifest
 from tests.dist._hosts import two_hosts, wait_for, why_no_hosts
 from tests.dist._jobs import ROOT, Job, read_logs, still_running
+from tests.dist.killed_job import digest
 
 JOB = ROOT / "tests" / "dist" / "killed_job.py"
 # torchrun keeps the address of a store that died with its host, unless rank 0's process has the store.
@@ -84,15 +87,43 @@ def test_the_other_hosts_rows_are_handed_over_to_whatever_rank_takes_them(guarde
     assert still_running(tmp_path) == []
 
 
-def test_fewer_hosts_go_on_from_the_store(tmp_path: Path) -> None:
+def test_fewer_hosts_go_on_with_the_rows_of_those_that_are_left(tmp_path: Path) -> None:
     job = run(tmp_path, "1:2", False, "--resume", "reshard")
-    assert "refused and removed: it is of run" in job.stderr  # another plan
+    storage = Storage(str(tmp_path / "root"))
+    broke = next(e | {"rank": rank} for (rank, _), log in job.logs.items() for e in log if e["event"] == "broke")
+    owner = broke["rank"]
+    (made,) = [load_manifest(storage, ref) for ref in list_versions(storage) if "-handed" in ref.version]
+    parent = load_manifest(storage, str(made.parent))
+    assert (made.step, made.world_size, made.consistency) == (23, 2, "mixed")
+    assert parent.step in (10, 20)
+    # Shard by shard: the survivor's as it left them, the lost one's as they were saved.
+    saved = next(e["rows"] for e in job.events(1 - owner, "step") if e["step"] == parent.step)
+    tables = {spec.fqn: read_table(storage, made, spec.fqn) for spec in made.tables}
+    for spec in (record.spec for record in made.shards):
+        weight, states = tables[spec.table]
+        there = broke["rows"] if spec.owner == owner or spec.replicated else saved
+        for name, values in {"": weight, **{f".{n}": state for n, state in states.items()}}.items():
+            key = f"{spec.table}[{spec.row_start}:{spec.row_end},{spec.col_start}]{name}"
+            assert digest(values[spec.row_start : spec.row_end]) == there[key], key
+    # The one rank that is left trains on with all of them.
+    now = next(e for e in job.events(0, "before") if e["pid"] == job.pids(0)[-1])
+    assert (now["step"], now["dense"]) == (24, broke["dense"])
+    for fqn, (weight, states) in tables.items():
+        for name, values in {"": weight, **{f".{n}": state for n, state in states.items()}}.items():
+            assert now["rows"][f"{fqn}[0:{len(weight)},0]{name}"] == digest(values)
     (end,) = job.events(0, "end")
-    assert end["step"] == 40
+    assert (end["step"], end["samples"]) == (40, 23 * 8 + 17 * 4)
     manifest = find_version(str(tmp_path / "root")).manifest
-    assert (manifest.step, manifest.world_size, manifest.epoch) == (40, 1, 1)
-    started = [e for e in read_events(Storage(str(tmp_path / "root"))) if e["event"] == "run_started"]
-    assert [e["world_size"] for e in started] == [2, 1]
+    assert (manifest.step, manifest.world_size, manifest.epoch) == (40, 1, 2)
+    events = read_events(storage)
+    started = [e for e in events if e["event"] == "run_started"]
+    assert [(e["world_size"], e["step"]) for e in started] == [(2, 0), (1, 23)]
     assert len({e["run_id"] for e in started}) == 1
-    assert started[1]["step"] in (10, 20)
+    (recovery,) = [e for e in events if e["event"] == "recovery"]
+    assert (recovery["failed"], recovery["handed_over"], recovery["resharded"]) == ([1 - owner], [owner], True)
+    sharded = {
+        r: sum(s.spec.elements for s in made.shards if s.spec.owner == r and not s.spec.replicated) for r in (0, 1)
+    }
+    lost = sharded[1 - owner] * (23 * 8 - parent.samples) / sum(sharded.values()) / end["samples"]
+    assert end["pls"] == pytest.approx(lost, rel=1e-9)
     assert still_running(tmp_path) == []

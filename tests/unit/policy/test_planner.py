@@ -129,6 +129,7 @@ def test_failures_wider_than_expected_shorten_the_interval() -> None:
     state, after = observe(state, Failed((0, 1, 2, 3)))
     assert state.share_per_failure == pytest.approx((2 / 8 + 4 / 8) / 3)
     assert after.interval == pytest.approx(before / 2)
+    assert observe(PlannerState(PUBLISHED), Failed((8, 9), 4 / 8)) == (state, after)  # owners of a plan before
 
 
 def test_a_stream_says_so_and_saves_within_what_it_has_done() -> None:
@@ -194,7 +195,8 @@ def test_bad_mtbf_is_refused(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "seen", [Progress(-1, 1.0), Saved(-1.0), Failed((8,)), Failed(()), Recovered("full", -1.0, 0.0, 0.0)]
+    "seen",
+    [Progress(-1, 1.0), Saved(-1.0), Failed((8,)), Failed(()), Failed((8,), 1.1), Recovered("full", -1.0, 0.0, 0.0)],
 )
 def test_measurements_that_cannot_be_are_refused(seen: Measurement) -> None:
     with pytest.raises(ConfigError):

@@ -17,7 +17,7 @@ from lightning_cpr.recovery import stash
 from lightning_cpr.recovery.stash import Key, agent_of, bytes_of
 from lightning_cpr.spec import Shard, ShardSpec
 
-KEY = Key("run1", "plan", agent_of(os.getpid()))
+KEY = Key("run1", "config", "plan", agent_of(os.getpid()))
 
 
 def shard(rows: int, cols: int = 4, table: str = "t", start: int = 0, seed: int = 0) -> Shard:
@@ -29,7 +29,7 @@ def shard(rows: int, cols: int = 4, table: str = "t", start: int = 0, seed: int 
 
 
 def leave(folder: Path, key: Key, owner: int, step: int, shards: list[Shard], blob: bytes) -> stash.Stash:
-    return stash.leave(folder, key, 3, "incarnation", owner, step, shards, blob)
+    return stash.leave(folder, key, 3, "incarnation", 4, owner, step, shards, blob)
 
 
 def contents(found: stash.Stash) -> list[tuple[stash.Part, torch.Tensor]]:
@@ -51,7 +51,7 @@ def test_what_is_left_is_found_bit_for_bit(
     left = leave(folder, KEY, 1, 17, shards, blob)
     (found,) = stash.find(folder, KEY)
     assert (found.key, found.owner, found.step, found.pid) == (KEY, 1, 17, os.getpid())
-    assert (found.epoch, found.incarnation) == (3, "incarnation")
+    assert (found.epoch, found.incarnation, found.world_size) == (3, "incarnation", 4)
     assert found.nbytes == stash.size_of(shards) + len(blob) == left.nbytes
     assert stash.check(found) == blob
     taken = {(part.shard.table, part.name): data for part, data in contents(found)}
@@ -75,7 +75,15 @@ def test_pieces_of_a_tensor_that_is_not_contiguous_are_in_order(
     assert torch.equal(data.view(torch.float32).reshape(10, 3), wide[:, 1:4])
 
 
-@pytest.mark.parametrize("field", ["run_id", "plan"])
+def test_one_of_another_plan_is_found_where_any_plan_will_do(tmp_path: Path) -> None:
+    leave(tmp_path, KEY, 1, 17, [shard(5)], b"x")
+    (found,) = stash.find(tmp_path, replace(KEY, plan="other"), any_plan=True)
+    assert (found.key, stash.check(found)) == (KEY, b"x")
+    assert stash.find(tmp_path, replace(KEY, plan="other", config="other"), any_plan=True) == []
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("field", ["run_id", "config", "plan"])
 def test_a_stale_one_of_this_launcher_is_refused_and_removed(
     field: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
