@@ -18,9 +18,9 @@ MTBFS_H = (0.5, 2.0, 8.0, 20.0)
 SIZES_GB = (1.0, 10.0, 50.0)
 STEP_S = 0.1
 NETWORK_BYTES_S = 25e9 / 8
-RESTART_S = 7.4
+RESTART_S = 8.8
 """Of a whole job of four ranks, to the first step: `benchmarks/recovery` on an idle machine."""
-DETECT_S = 0.5
+DETECT_S = 0.25
 """From a kill to the first step with a warm spare, without the rows: the same benchmark."""
 
 
