@@ -59,7 +59,7 @@ class Resharded:
 def save_version(taken: Taken, job: Job, storage: Storage, state_key: str, timeout_s: float) -> Resharded:
     """Write what was taken as a version of its run, and commit it. A collective.
 
-    state_key: of the callback in the donor's checkpoint. timeout_s: how long a rank waits for the others.
+    state_key: of the callback in the donor's checkpoint. timeout_s: how long the commit waits for all ranks.
 
     Raises:
         CPRError: on every rank: it could not be written; the versions before stand.
@@ -90,14 +90,16 @@ def save_version(taken: Taken, job: Job, storage: Storage, state_key: str, timeo
         parent=parent.path,
     )
 
+    io = SaveIO(storage, job.kv, epoch=lambda: epoch, timeout_s=timeout_s)
+
     def write() -> None:
-        io = SaveIO(storage, job.kv, epoch=lambda: epoch, timeout_s=timeout_s)
         for owner in range(spec.world_size):
             if take.readers.get(owner, 0) == job.rank:
                 write_part(io, spec, _part(taken, complete, scalars, owner))
-        commit(io, spec, job.rank, {"chain": Chain.of(parent).to_json(), "planner": measured}, ledger.to_json())
 
-    job.together(write)
+    job.together(write)  # ranks of a new host write nothing: their wait for the others is no part of the commit's
+    chain = {"chain": Chain.of(parent).to_json(), "planner": measured}
+    job.together(lambda: commit(io, spec, job.rank, chain, ledger.to_json()))
     if job.rank == 0:
         log.warning(
             "the rows of ranks %s of %d are handed over to a job of another plan, after batch %d, as version %s; of"
@@ -155,7 +157,8 @@ def charge_lost(
     """The ledger with a charge for the lost owners; None if nothing is lost.
 
     complete: of all shards of the plan that broke. ranks: of the old or of the new job, whichever has more. Each is
-    named: whatever shards it has from now on, all before ``samples`` is whole or charged here.
+    named: whatever shards it has from now on, all before ``samples`` is whole or charged here (but for the one batch
+    that a survivor may be behind).
     """
     if not lost:
         return ledger, None
@@ -169,35 +172,43 @@ def charge_lost(
 
 def _scalars(taken: Taken, parent: Version) -> dict[str, dict[str, Any]]:
     """Rank 0: of all tables."""
-    if {table.fqn for table in parent.manifest.tables} <= taken.scalars.keys():
+    leading = taken.told["scalars"].keys()
+    if {table.fqn for table in parent.manifest.tables} <= leading:
         return taken.scalars
     try:
         saved = parent.scalars()
     except CPRError as error:  # the rows may yet be sound
         log.error("rates and step counters of lost tables start anew: %s", error)
         return taken.scalars
-    return scalars_now(saved, taken.scalars, taken.step - parent.manifest.step)
+    return scalars_now(saved, taken.scalars, leading, taken.step - parent.manifest.step)
 
 
 def scalars_now(
-    saved: Mapping[str, Mapping[str, Any]], known: Mapping[str, Mapping[str, Any]], steps: int
+    saved: Mapping[str, Mapping[str, Any]],
+    known: Mapping[str, Mapping[str, Any]],
+    leading: Collection[str],
+    steps: int,
 ) -> dict[str, dict[str, Any]]:
     """The scalars of all tables: of those that survivors hold as they are ``known``, of the others as they were saved
     ``steps`` before, the step counters brought forward.
 
-    A table of which nobody is left has the rates of one that it shared them with: a schedule drives both, and under
-    the new plan one kernel may hold both.
+    Tables that had equal rates when they were saved have equal ones now, those of the donor (``leading``): a schedule
+    drives them, survivors may be a step of it apart, and under the new plan one kernel may hold them all.
     """
 
     def rates(values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if name != "iter"}
 
-    now = {fqn: dict(values) for fqn, values in known.items()}
-    for fqn, values in saved.items():
-        if fqn not in known:
-            twins = (known[t] for t in sorted(saved.keys() & known.keys()) if rates(saved[t]) == rates(values))
-            count = {"iter": values["iter"] + steps} if "iter" in values else {}
-            now[fqn] = rates(next(twins, values)) | count
+    now = {}
+    for fqn in sorted(saved.keys() | known.keys()):
+        was, own = saved.get(fqn, {}), known.get(fqn)
+        held = (
+            {**was, "iter": was["iter"] + steps} if own is None and "iter" in was else dict(was if own is None else own)
+        )
+        twins = [known[t] for t in sorted(leading) if t in saved and rates(saved[t]) == rates(was)]
+        if fqn not in leading and twins and rates(held) not in map(rates, twins):
+            held |= rates(twins[0])
+        now[fqn] = held
     return now
 
 

@@ -206,7 +206,7 @@ class RecoveryCoordinator:
         at = Progress(decision.step, state["samples"])
         recovered = self.restorer.recover_lost(
             trainer, failed, at, run.epoch, run.ledger, "a process died and was replaced",
-            skipped_samples(recovery, cut), self._early, self._why_back,
+            skipped_samples(recovery, cut), self._early, self._why_back if self._goes_back else None,
         )  # fmt: skip
         self.whole = True
         more = {"replaced": True, "error": recovery.error, "sources": source_fields(lost, recovered.plan.sources)}
@@ -229,6 +229,11 @@ class RecoveryCoordinator:
         assert loader is not None
         replays = restart_warning(loader.flattened, batches=1) is None
         return self.controller.choose(failed, after.pls(self._run.total_samples(trainer)), lost_samples, replays)
+
+    @property
+    def _goes_back(self) -> bool:
+        """Whether a death may restart the job by the user's word."""
+        return self._settings.recovery == "full" or self._settings.max_pls is not None
 
     def _why_back(self, after: Ledger) -> str:
         """Rank 0: why, by the user's word, a death restarts the job from the newest exact version; "": it does not."""

@@ -123,14 +123,14 @@ class Restorer:
         reason: str,
         left_out: Mapping[int, int] = MappingProxyType({}),
         early: EarlyRead | None = None,
-        goes_back: Callable[[Ledger], str] = lambda after: "",
+        goes_back: Callable[[Ledger], str] | None = None,
     ) -> Recovered:
         """`recover` for ranks whose processes were replaced: the old group and its saves are gone already.
 
         What the dead processes counted of their rows' updates is gone too: it is estimated from what they told last.
         left_out: by survivor that leaves the broken batch out, the samples up to which its shards are whole. early: on
         a replacement, what it has begun to read. goes_back: by the ledger as it would be, why everybody has to go back
-        where parity cannot help; on rank 0.
+        where parity cannot help, or ""; on rank 0.
 
         Raises:
             RecoveryError: no version serves.
@@ -158,8 +158,8 @@ class Restorer:
         from_parity = self._from_parity(failed, at, ledger, started, left_out)
         if from_parity is not None:
             return from_parity
-        if why_back := self._job.from_rank_0(lambda: self._why_back(failed, at, ledger, goes_back)):
-            raise RewindError(f"{why_back}: everybody goes back, by a restart of the job")
+        if goes_back is not None:
+            self._check_goes_back(failed, at, ledger, goes_back, left_out)
         why: tuple[Mode, str] = ("partial", reason)
         lost = [Lost(owner, ledger.last_recovery(owner)) for owner in failed]
 
@@ -335,10 +335,23 @@ class Restorer:
         after, _ = charge(ledger, at.samples, self._losses(failed, found))
         return choose(failed, after, at.samples - (exact.samples if exact is not None else 0))
 
-    def _why_back(self, failed: list[int], at: Progress, ledger: Ledger, goes_back: Callable[[Ledger], str]) -> str:
-        found = newest(self._storage, None, self._run_id).manifest
-        after = ledger if found is None else charge(ledger, at.samples, self._losses(failed, found))[0]
-        return goes_back(after)
+    def _check_goes_back(
+        self,
+        failed: list[int],
+        at: Progress,
+        ledger: Ledger,
+        goes_back: Callable[[Ledger], str],
+        left_out: Mapping[int, int],
+    ) -> None:
+        def why() -> str:
+            found = newest(self._storage, None, self._run_id).manifest
+            behind = {owner: (self._job.sharded_elements(owner), held) for owner, held in left_out.items()}
+            return goes_back(
+                ledger if found is None else charge(ledger, at.samples, self._losses(failed, found), behind)[0]
+            )
+
+        if reason := self._job.from_rank_0(why):
+            raise RewindError(f"{reason}: everybody goes back, by a restart of the job")
 
     def _decide(self, failed: list[int], mode: Mode, reason: str, refused: list[str]) -> tuple[RecoveryPlan, Manifest]:
         """Rank 0 looks for versions and decides; all take its plan."""

@@ -27,7 +27,7 @@ class Take:
     """What all do. decision: as of a live recovery, ``lost`` are owners without a stash. sources: the others', by
     owner. readers: by owner the rank that reads its stash: the owner itself, or another one of that host.
 
-    resharded: owners are those of the plan that broke, which is another than the new processes'.
+    resharded: owners are those of the job that broke, which had another plan or number of ranks.
     """
 
     decision: Decision
@@ -59,7 +59,7 @@ def choose(offers: Sequence[Offer], hosts: Sequence[str], newest: tuple[int, int
         if held is None or held.stash.step < offer.stash.step:
             sources[offer.stash.owner] = offer
     broke = last[0].stash
-    resharded = broke.key.plan != plan
+    resharded = broke.key.plan != plan or broke.world_size != len(hosts)
     owners = range(broke.world_size if resharded else len(hosts))
     if unknown := sources.keys() - set(owners):
         raise RecoveryError(f"rows of ranks {sorted(unknown)} lie there, and the job has {len(owners)} ranks")

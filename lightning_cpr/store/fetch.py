@@ -21,7 +21,9 @@ from lightning_cpr.store.manifest import FileEntry
 from lightning_cpr.store.resolve import Need
 from lightning_cpr.store.storage import Storage
 
-PIECE_BYTES = 4 << 20  # a piece is read, hashed and written out of the cache
+PIECE_BYTES = 16 << 20
+LOCAL_PIECE_BYTES = 4 << 20
+"""Stays in the processor's cache while it is read, hashed and written. Each piece is a request to a remote store."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Fetcher:
         return decode_rows_of(index, self._tables[index.entry.table], tensors, self._with_states)
 
     def pieces(self, entry: FileEntry, needs: Sequence[Need]) -> Iterator[Piece]:
-        """Runs of the blocks of a file that hold a needed row, cut to `PIECE_BYTES`."""
+        """Runs of the blocks of a file that hold a needed row, cut to pieces of a bounded size."""
         index = self.index(entry)
         wanted = torch.zeros(index.blocks, dtype=torch.bool)
         for need in needs:
@@ -104,7 +106,8 @@ class Fetcher:
             else:
                 wanted[need.positions // index.block_rows] = True
         row_bytes = sum(part.row_bytes for part in self.parts(index))
-        most = max(1, PIECE_BYTES // max(1, row_bytes * index.block_rows))
+        size = LOCAL_PIECE_BYTES if self._storage.local else PIECE_BYTES
+        most = max(1, size // max(1, row_bytes * index.block_rows))
         blocks = torch.nonzero(wanted)[:, 0].tolist()
         first = last = blocks[0]
         for block in [*blocks[1:], math.inf]:

@@ -218,7 +218,9 @@ def _landing(fetcher: Fetcher, piece: Piece, shards: Sequence[Shard]) -> dict[st
     landing = {}
     for part in fetcher.parts(piece.index):
         target = live[part.name][rows.start : rows.stop].detach() if part.name in live else None
-        if target is None or not target.is_contiguous() or target.device.type != "cpu" or target.dtype != part.dtype:
+        if target is None or target.device.type != "cpu" or target.dtype != part.dtype:
+            return None
+        if not target.is_contiguous() or target.stride(-1) != 1:  # a single element counts as contiguous
             return None
         landing[part.name] = target
     return landing

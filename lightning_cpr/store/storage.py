@@ -138,12 +138,17 @@ class Storage:
 
         return self._try("read", path, read)
 
+    @property
+    def local(self) -> bool:
+        """Whether objects are files of this machine, or of a filesystem that it has mounted."""
+        return self._local
+
     def get_into(self, path: str, start: int, view: memoryview) -> int:
         """Fill ``view`` with the bytes from ``start`` on; returns how many there are, fewer where the object ends."""
         if self._local:
             full = self._full(path)
             return self._try("read", path, lambda: local_files.read_into(full, start, view))
-        data = self.get(path, start, start + len(view))
+        data = self.get(path, start, start + len(view))[: len(view)]
         view[: len(data)] = data
         return len(data)
 

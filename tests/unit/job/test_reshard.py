@@ -55,14 +55,18 @@ def test_the_lost_owners_alone_are_charged_and_nobody_twice() -> None:
     assert [after.last_recovery(rank) for rank in range(3)] == [230] * 3
 
 
-def test_a_lost_table_has_the_rates_of_one_that_it_shared_them_with() -> None:
+def test_tables_that_shared_their_rates_have_the_donors() -> None:
+    """The donor has "a"; "b", "c" and "d" are lost; a survivor a step of the schedule behind has "e", "f"."""
     saved = {"a": {"iter": 20, "lr": 0.1}, "b": {"iter": 19, "lr": 0.1}, "c": {"iter": 20, "lr": 0.5}, "d": {}}
-    known = {"a": {"iter": 23, "lr": 0.07}}
-    assert scalars_now(saved, known, 3) == {
+    saved |= {"e": {"iter": 20, "lr": 0.1}, "f": {"iter": 20, "lr": 0.9}}
+    known = {"a": {"iter": 23, "lr": 0.07}, "e": {"iter": 22, "lr": 0.08}, "f": {"iter": 22, "lr": 0.8}}
+    assert scalars_now(saved, known, {"a"}, 3) == {
         "a": {"iter": 23, "lr": 0.07},
         "b": {"iter": 22, "lr": 0.07},
         "c": {"iter": 23, "lr": 0.5},
         "d": {},
+        "e": {"iter": 22, "lr": 0.07},
+        "f": {"iter": 22, "lr": 0.8},
     }
 
 

@@ -35,6 +35,9 @@ def test_under_another_plan_owners_are_those_of_the_plan_that_broke() -> None:
     assert (take.decision.step, take.decision.donor, take.decision.lost) == (31, 3, (0, 1))
     assert (take.decision.behind, take.readers) == ((2,), {2: 3, 3: 3})
     assert not choose([offer(0, "a")], HOSTS, (2, 20), "plan").resharded
+    # One of two ranks may hold all tables: the plan is the same without the other.
+    take = choose([offer(0, "a"), offer(3, "a")], ["a", "a"], (2, 20), "plan")
+    assert (take.resharded, take.decision.lost) == (True, (1, 2))
 
 
 def test_only_the_last_start_counts() -> None:

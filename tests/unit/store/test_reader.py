@@ -176,6 +176,17 @@ def test_a_target_that_holds_nothing_is_written_in_one_pass(storage: Storage, mo
         read_into(storage, manifest, [shard], undefined=True)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_that_do_not_lie_side_by_side_are_read_through_a_buffer(storage: Storage, rows: int) -> None:
+    t = table("a", rows, 4)
+    manifest = save_one(storage, [t], 1)
+    shard = t.shard(0, rows, 0, 4)
+    apart = Shard(shard.spec, torch.zeros(rows, 9)[:, 2:6], {"sum": torch.zeros(rows, 2)[:, 1]})
+    read_into(storage, manifest, [apart], undefined=True)
+    assert torch.equal(apart.weight, t.weight)
+    assert torch.equal(apart.states["sum"], t.states["sum"])
+
+
 def test_blocks_without_a_live_row_are_not_read(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk, "BLOCK_BYTES", 640)
     t = table("a", 1000, 15, ())
