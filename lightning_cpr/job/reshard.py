@@ -202,9 +202,9 @@ def scalars_now(
     now = {}
     for fqn in sorted(saved.keys() | known.keys()):
         was, own = saved.get(fqn, {}), known.get(fqn)
-        held = (
-            {**was, "iter": was["iter"] + steps} if own is None and "iter" in was else dict(was if own is None else own)
-        )
+        held = dict(was if own is None else own)
+        if own is None and "iter" in held:
+            held["iter"] += steps
         twins = [known[t] for t in sorted(leading) if t in saved and rates(saved[t]) == rates(was)]
         if fqn not in leading and twins and rates(held) not in map(rates, twins):
             held |= rates(twins[0])
