@@ -59,8 +59,7 @@ class CPRCallback(Callback):
         mtbf: mean time between failures of the whole job: seconds, or "28h". None: estimated from this job's failures,
             starting from 20 h.
         max_pls: a failure that would bring the PLS above it is recovered in full. None: for ``recovery="auto"`` twice
-            the target, for ``"partial"`` no limit. A limit that is given holds for replacements of dead processes
-            too: it restarts the job.
+            the target, for ``"partial"`` no limit. Where a process died, a limit that is given restarts the job.
         recovery: ``"partial"``: only the failed ranks' shards are restored, everybody else keeps what it has;
             ``"full"``: everybody goes back to the newest exact version; ``"auto"``: the planner's choice.
         incremental: which saves are bases and which hold only the rows that changed (Check-N-Run). ``"intermittent"``:

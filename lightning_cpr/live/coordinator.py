@@ -27,7 +27,7 @@ from lightning_cpr.live.parity import ParityGuard
 from lightning_cpr.live.restorer import Recovered, Restorer, source_of
 from lightning_cpr.policy.ledger import Ledger, event_to_json
 from lightning_cpr.recovery.live import Recovery
-from lightning_cpr.recovery.plan import Mode, RecoveryPlan
+from lightning_cpr.recovery.plan import Mode, RecoveryPlan, RewindError
 from lightning_cpr.saving.chain import Chain
 from lightning_cpr.saving.controller import Controller
 from lightning_cpr.saving.cycle import SaveCycle
@@ -152,20 +152,27 @@ class RecoveryCoordinator:
         """Bring back what a restart was not handed over: the shards of ``failed``, those of ``handed`` being here.
 
         Raises:
-            RecoveryError: no version serves.
+            RecoveryError: no version serves, or (RewindError) all have to go back, which takes one more restart.
         """
         run = self._run
         if failed:
             self.controller.failed(failed)
         why = "the other ranks' rows were handed over"
-        recovered = self.restorer.recover_lost(trainer, failed, at, run.epoch, run.ledger, why)
+        goes_back = self._why_back if failed and self._goes_back else None
+        recovered = self.restorer.recover_lost(trainer, failed, at, run.epoch, run.ledger, why, goes_back=goes_back)
         if failed:
             self._close(recovered, failed, at, {"handed_over": handed})
 
     def resharded(self, trainer: pl.Trainer, done: Resharded, at: Progress) -> None:
-        """The rows here are those of a version that was made of what a job of another plan left."""
+        """The rows here are those of a version that was made of what a job of another plan left.
+
+        Raises:
+            RewindError: all have to go back, which takes one more restart.
+        """
         if done.charge is None:
             return
+        if self._goes_back and (why := self._job.from_rank_0(lambda: self._why_back(done.ledger))):
+            raise RewindError(why)
         gone = sum(loss.elements for loss in done.charge.losses)
         self.controller.failed(done.lost, min(1.0, gone / max(1, done.ledger.total_elements)))
         reason = "the other ranks' rows were handed over, and resharded"

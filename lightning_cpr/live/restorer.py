@@ -351,7 +351,7 @@ class Restorer:
             )
 
         if reason := self._job.from_rank_0(why):
-            raise RewindError(f"{reason}: everybody goes back, by a restart of the job")
+            raise RewindError(reason)
 
     def _decide(self, failed: list[int], mode: Mode, reason: str, refused: list[str]) -> tuple[RecoveryPlan, Manifest]:
         """Rank 0 looks for versions and decides; all take its plan."""

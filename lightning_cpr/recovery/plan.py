@@ -18,6 +18,9 @@ _COST: dict[SourceKind, int] = {"live": 0, "parity": 1, "store": 2}
 class RewindError(RecoveryError):
     """Everybody goes back to the newest exact version, by a restart of the job; no rank hands its rows over."""
 
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}: everybody goes back, by a restart of the job")
+
 
 @dataclass(frozen=True)
 class Source:

@@ -58,3 +58,20 @@ def test_survivors_keep_their_rows_over_a_restart(point: str, finished: int, tmp
     # the lost shard alone is read
     assert recovery["bytes_read"] < 10_000
     assert still_running(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_hand_over_beyond_what_the_user_bears_is_not_gone_on_with(tmp_path: Path) -> None:
+    args = ["--kill", "1:24:forward", "--max-pls=0.01", "--steps=30"]
+    job = run_job(JOB, tmp_path, args, ["--max-restarts=2", "--nproc-per-node=2"], 280, launch=TORCHRUN)
+    assert job.code == 0, job.stderr[-5000:]
+    assert (len(job.pids(0)), len(job.pids(1))) == (3, 3)
+    events = read_events(Storage(str(tmp_path / "root")))
+    assert [e["handed_over"] for e in events if e["event"] == "run_started" and "handed_over" in e] == [[0]]
+    assert any("above max_pls=0.01: everybody goes back" in e["error"] for e in events if e["event"] == "stepped_down")
+    assert not [e for e in events if e["event"] == "recovery"]
+    for rank in (0, 1):
+        assert [e["step"] for e in job.events(rank, "step")] == [*range(1, 24), *range(21, 31)]
+        (end,) = job.events(rank, "end")
+        assert (end["step"], end["pls"]) == (30, 0.0)
+    assert still_running(tmp_path) == []
