@@ -49,6 +49,23 @@ class Record(Callback):
         self.rows[trainer.global_step] = rows_of(module)
 
 
+class Ema(Callback):
+    """A running mean of the dense weights, as callbacks keep that average a model."""
+
+    def __init__(self) -> None:
+        self.mean: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        for name, weight in module.net.mlp.state_dict().items():
+            self.mean[name] = torch.lerp(self.mean.get(name, weight), weight, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.mean)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.mean = dict(state_dict)
+
+
 class Corrupt(Callback):
     """Damages the parity that this rank holds, right before a batch."""
 
@@ -69,10 +86,10 @@ def job(
     for kill in kills:
         injector.kill(*kill)
     cpr = CPRCallback(root, save_every_n_steps=10, recovery="partial", timeout_s=60, parity=parity)
-    record, model = Record(), Scheduled()
+    record, ema, model = Record(), Ema(), Scheduled()
     trainer = make_trainer(
         world, TorchRecStrategy(plan={"a": "row_wise", "b": "table_wise", "c": "data_parallel"}),
-        callbacks=[cpr, record, Corrupt(cpr, corrupt), injector], max_epochs=EPOCHS,
+        callbacks=[cpr, record, ema, Corrupt(cpr, corrupt), injector], max_epochs=EPOCHS,
     )  # fmt: skip
     trainer.fit(model, make_loader(rank, BATCHES))
     (optimizer,) = trainer.optimizers
@@ -82,6 +99,7 @@ def job(
         "losses": record.losses,
         "rows": record.rows,
         "dense": {**model.net.mlp.state_dict(), **moments, **replicas},
+        "ema": ema.mean,
         "lr": optimizer.param_groups[0]["lr"],
         "told": (trainer.global_step, trainer.current_epoch, cpr.samples),
         "pls": cpr.pls,
@@ -111,6 +129,7 @@ def test_kills_at_every_point_change_no_bit(world: int, tmp_path: Path) -> None:
         # a replacement that joins after its batch has no loss of that one
         assert sum(loss is None for loss in ours["losses"].values()) <= bool(deaths[rank])
         assert_equal(ours["dense"], expected["dense"])
+        assert_equal(ours["ema"], expected["ema"])
         assert (ours["lr"], ours["told"], ours["pls"]) == (expected["lr"], expected["told"], 0.0)
     events = read_events(Storage(str(tmp_path / "killed")))
     recoveries = [e for e in events if e["event"] == "recovery"]
