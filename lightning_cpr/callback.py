@@ -370,7 +370,7 @@ class CPRCallback(Callback):
         if self._at_work:
             self._cycle.saves.io.cancel.set()
             self._cycle.saves.close(timeout=0.0)
-            if self._required.whole and self._hands_over:
+            if self._required.holds_all_rows and self._hands_over:
                 handover.leave(trainer, self.job, self._run.id, self._run.epoch, exception)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

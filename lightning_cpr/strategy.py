@@ -347,8 +347,10 @@ class TorchRecStrategy(DDPStrategy):
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The dense state; tables are saved by rows (`lightning_cpr.tables.shards`)."""
+        """The dense state; tables are saved by rows (`lightning_cpr.tables.shards`), all of which are here then."""
         assert self.lightning_module is not None
+        if self.live is not None and self.live.guard is not None:
+            self.live.guard.wait_for_rows()
         return dense_state(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_cpr.errors import RecoveryError
+from lightning_cpr.recovery.parity import degraded, groups
+from lightning_cpr.recovery.parity.pace import EncodePace
 from lightning_cpr.spec import Shard, ShardSpec, StateSpec, TableSpec
 
 STATES = {
@@ -124,6 +126,12 @@ def train(shards: Sequence[Shard], touched: dict[ShardSpec, Tensor | None], rank
             scale = state[rows].sqrt() + 1e-8
             gradient = gradient / (scale if state.dim() == 2 else scale.unsqueeze(1))
         shard.weight[rows] -= (0.1 * gradient).to(shard.weight.dtype)
+
+
+def come_back_slowly() -> None:
+    """In this process, rows that come back behind the training are a few an exchange."""
+    groups.MIN_PIECE_WORDS = 40
+    degraded.EncodePace = lambda shard_bytes, limit: EncodePace(shard_bytes, limit=1)  # type: ignore[assignment,misc]
 
 
 def bits(shards: Sequence[Shard]) -> list[bytes]:

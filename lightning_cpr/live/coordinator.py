@@ -130,6 +130,11 @@ class RecoveryCoordinator:
             rejoined, self._rejoined = self._rejoined, None
             self._emit("rejoined", epoch=self._run.epoch, step=step, **rejoined.fields())
 
+    @property
+    def holds_all_rows(self) -> bool:
+        """Whether what this rank has can be handed over to a job that starts again."""
+        return self.whole and (self._parity is None or self._parity.whole)
+
     # Recoveries. Each is a collective.
 
     def recover(self, trainer: pl.Trainer, failed: list[int], at: Progress) -> None:

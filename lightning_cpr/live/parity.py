@@ -22,10 +22,12 @@ from lightning_cpr.errors import RecoveryError
 from lightning_cpr.faults import FaultInjector
 from lightning_cpr.job.job import Job
 from lightning_cpr.job.samples import batch_size, batches_trained
+from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.recovery.election import LostPeerError
 from lightning_cpr.recovery.parity.agree import RankState, agree
 from lightning_cpr.recovery.parity.channel import Channel, open_channel
 from lightning_cpr.recovery.parity.config import ParityConfig
+from lightning_cpr.recovery.parity.degraded import DegradedRebuild
 from lightning_cpr.recovery.parity.keeper import ParityKeeper, Point
 from lightning_cpr.recovery.plan import Source
 from lightning_cpr.spec import ShardSpec
@@ -67,6 +69,11 @@ class ParityGuard(Callback):
         self._told = False
         self._restart = ""
         self._since = 0.0
+        self._replaced = False  # a process was, in the recovery under way
+        self._whole = True  # as far as the keeper of before knew
+        self._degraded: DegradedRebuild | None = None  # a rebuild behind the training, until its end is told
+        self._came = 0.0  # when it began
+        self._reads: LookupHook | None = None  # of a replacement's rows, until all are back
 
     @property
     def active(self) -> bool:
@@ -82,6 +89,11 @@ class ParityGuard(Callback):
     def memory_bytes(self) -> int:
         """Host memory that parity takes of this rank."""
         return 0 if self._keeper is None else self._keeper.memory_bytes
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank holds all its rows: not while they come back behind the training."""
+        return self._whole if self._keeper is None else self._keeper.whole
 
     # Set-up
 
@@ -112,14 +124,14 @@ class ParityGuard(Callback):
             self._drop()
         elif lost:
             self._renew(prefix, told[0])
-        self._prefix, self._channels = prefix, 0
+        self._prefix, self._channels, self._replaced = prefix, 0, True
         live = job.trainer.strategy.live  # type: ignore[attr-defined]
         if live is not None:
             live.guard = self if self.active else None
 
     def new_epoch(self, prefix: str) -> None:
         """A recovery among living ranks begins."""
-        self._prefix, self._channels = prefix, 0
+        self._prefix, self._channels, self._replaced = prefix, 0, False
 
     def restart(self, step: int, reason: str) -> None:
         """Rows were changed by other means than steps: encode them anew. At the same step on every rank."""
@@ -170,11 +182,13 @@ class ParityGuard(Callback):
     def _drop(self) -> None:
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
+            self._whole = keeper.whole
             keeper.abort()
             keeper.close()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in (self._hook, self._reads):
+            if hook is not None:
+                hook.remove()
+        self._hook = self._reads = self._degraded = None
 
     # Upkeep
 
@@ -237,7 +251,14 @@ class ParityGuard(Callback):
 
     def end_step(self, step: int) -> None:
         keeper = self._required
-        keeper.after_step(step, self._samples_after(step))
+        try:
+            keeper.after_step(step, self._samples_after(step))
+        except LostPeerError:
+            raise
+        except RecoveryError as error:
+            if keeper.degraded is not None:
+                self._refuse(error)
+            raise
         progress = self._job.trainer.fit_loop.epoch_loop.batch_progress
         module = self._job.module
         if progress.is_last_batch or not module.automatic_optimization:
@@ -250,6 +271,7 @@ class ParityGuard(Callback):
         if found or self._restart:
             self._begin(step, self._restart or f"{found} pieces did not match their members")
         self._touch_dense()
+        self._tell_rebuilt(step)
         self._tell(step, "")
         self._report(step)
 
@@ -263,11 +285,18 @@ class ParityGuard(Callback):
         if self._keeper is None:
             return None
         state, steps = self._keeper.hold()
+        if not self._keeper.whole:
+            rank = self._job.rank
+            raise RecoveryError(f"another process was lost before all rows of rank {rank}, a replacement, were back")
         return None if self.config.every_n_steps > 1 else (state, steps)
 
     def go_back(self, exchange: int) -> None:
         self._required.stand_at(exchange)
         self._touch_dense()
+
+    def wait_for_rows(self) -> None:
+        if self._keeper is not None:
+            self._keeper.wait_for_all()
 
     def abort(self) -> None:
         if self._keeper is not None:
@@ -292,6 +321,8 @@ class ParityGuard(Callback):
     def bring_back(self, failed: Sequence[int]) -> tuple[int, int]:
         """Rebuild the failed ranks' shards: (rows, bytes) of this rank. Collective.
 
+        Those of a replacement may come back behind the training: rows count at once, bytes do not.
+
         Raises:
             LostPeerError: another rank is gone.
             RecoveryError: on all ranks: parity cannot, or its content is refused. Restore from the store, then
@@ -299,18 +330,50 @@ class ParityGuard(Callback):
         """
         keeper = self._required
         try:
-            rebuilt = keeper.rebuild(failed)
+            rebuilt = keeper.rebuild(failed, behind=self._replaced and self._can_read(failed))
         except LostPeerError:
             keeper.abort()  # wakes the ranks that wait for this one
             raise
         except RecoveryError as error:
-            self._counts["parity_refused"] += 1
-            log.error("parity is not used: %s", error)
-            self._emit("parity_refused", failed=list(failed), error=str(error))
+            self._refuse(error, failed=list(failed))
             raise
         self._touch_dense()
+        self._degraded = keeper.degraded
+        if self._degraded is not None:
+            self._came = time.monotonic()
+            self._emit("rows_come_back", step=rebuilt.point.step, failed=list(failed))
+        if not keeper.whole:
+            self._reads = register_lookup_hook(self._job.module, keeper.wait_for, when="before")
         self._tell(rebuilt.point.step, "lost parity is encoded anew")
         return sum(spec.rows for spec in rebuilt.restored), rebuilt.nbytes
+
+    def _can_read(self, failed: Sequence[int]) -> bool:
+        """Whether the failed ranks have many rows, and all that uses a row asks for it first."""
+        module, tables = self._job.module, self._job.specs
+        if not module.automatic_optimization or isinstance(module, PipelinedModule):
+            return False  # each step waits for its exchange; a pipeline may look up before the group stands
+        if not all(tables[s.table].row_sparse for s in self._job.plan if s.owner in failed and not s.replicated):
+            return False
+        return self._required.rows_bytes(failed) >= self.config.behind_mb << 20
+
+    def _refuse(self, error: RecoveryError, **told: Any) -> None:
+        self._counts["parity_refused"] += 1
+        log.error("parity is not used: %s", error)
+        self._emit("parity_refused", **told, error=str(error))
+
+    def _tell_rebuilt(self, step: int) -> None:
+        """Once, when the last row has come back behind the training."""
+        done = self._degraded
+        if done is None or not done.finished:
+            return
+        self._degraded = None
+        if self._reads is not None:
+            self._reads.remove()
+            self._reads = None
+        self._emit(
+            "rows_are_back", step=step, seconds=round(time.monotonic() - self._came, 6), blocks=done.demanded,
+            waited_s=done.waited_s,
+        )  # fmt: skip
 
     # Reports
 

@@ -40,6 +40,13 @@ class StepGuard(Protocol):
     def go_back(self, exchange: int) -> None:
         """Give this rank's rows the bits of that exchange."""
 
+    def wait_for_rows(self) -> None:
+        """Return once this rank holds all its rows: some may come back behind the training.
+
+        Raises:
+            RecoveryError: they will not come.
+        """
+
     def abort(self) -> None:
         """Break off what waits for peers. From any thread."""
 

@@ -24,7 +24,7 @@ from lightning_cpr.tables.shards import global_shards
 LookupFn = Callable[[ShardSpec, Tensor], None]
 """``fn(shard, ids)``; ids: int64 ``[n]``, row numbers within the shard, duplicates kept; nobody changes them later."""
 
-When = Literal["lookup", "backward"]
+When = Literal["before", "lookup", "backward"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Looked:
 
 
 class LookupHook:
-    """Calls ``fn`` with each batch's ids in each lookup of a model: at once, or `when` its backward has run."""
+    """Calls ``fn`` with each batch's ids in each lookup: before or after it, or `when` its backward has run."""
 
     def __init__(self, model: nn.Module, fn: Callable[[Looked], None], when: When) -> None:
         self._model = model
@@ -79,7 +79,7 @@ class LookupHook:
         current = _lookup_parts(self._model)
         for lookup, parts in current:
             if not self._is_hooked(lookup):
-                self._hooked[id(lookup)] = (lookup, lookup.register_forward_hook(self._hook(parts)))
+                self._hooked[id(lookup)] = (lookup, self._register(lookup, parts))
         alive = {id(lookup) for lookup, _ in current}
         for key in self._hooked.keys() - alive:
             self._hooked.pop(key)[1].remove()
@@ -92,23 +92,26 @@ class LookupHook:
 
     def _is_hooked(self, lookup: nn.Module) -> bool:
         known = self._hooked.get(id(lookup))
-        return known is not None and known[1].id in lookup._forward_hooks
+        hooks = lookup._forward_pre_hooks if self._when == "before" else lookup._forward_hooks
+        return known is not None and known[1].id in hooks
 
-    def _hook(self, parts: list[_Part]) -> Callable[..., None]:
-        def on_lookup(lookup: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _register(self, lookup: nn.Module, parts: list[_Part]) -> RemovableHandle:
+        def on_lookup(lookup: nn.Module, inputs: tuple[Any, ...], output: Any = None) -> None:
             self._on_lookup(parts, inputs[0], output)
 
-        return on_lookup
+        if self._when == "before":
+            return lookup.register_forward_pre_hook(on_lookup)
+        return lookup.register_forward_hook(on_lookup)
 
     def _on_lookup(self, parts: list[_Part], features: Any, output: Any) -> None:
         # Without a gradient no row can change: validation, prediction, a warm-up forward.
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and self._when != "before":
             return
         lengths = iter(features.length_per_key())
         ends = list(accumulate(sum(islice(lengths, part.features)) for part in parts))
         # A copy: who is told may keep them, and a pipeline may write the next batch where this one lies.
         looked = Looked(parts, features.values().to(torch.int64, copy=True), ends)
-        if self._when == "lookup":
+        if self._when != "backward":
             self._fn(looked)
         elif output.requires_grad:
             # The graph keeps the ids: a batch whose backward never runs takes them along.
@@ -122,7 +125,8 @@ def register_lookup_hook(model: nn.Module, fn: LookupFn, when: When = "lookup") 
     kernel clamps to row 0 (negative, or beyond the shard) is told as 0. For a data-parallel table the ids are those of
     this rank's batch alone, though the gradients of all ranks reach its rows.
 
-    when: ``"lookup"``: right after the lookup, before the backward that will change the rows. ``"backward"``: when that
+    when: ``"before"``: right before the lookup reads the rows, of validation and other forwards without a gradient too.
+    ``"lookup"``: right after it, before the backward that will change the rows. ``"backward"``: when that
     backward has reached the lookup, however much earlier a pipeline looked up; then each shard is told of every batch,
     also with no ids.
     """

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_cpr import CPRCallback, FaultInjector, TorchRecStrategy
+from lightning_cpr import CPRCallback, FaultInjector, ParityConfig, TorchRecStrategy
 from lightning_cpr._lightning import Callback
 from lightning_cpr.faults import Point
 from lightning_cpr.recovery.membership import REPLACES_ENV
@@ -29,6 +29,7 @@ from lightning_cpr.tables.dense import dense_state
 from lightning_cpr.tables.scalars import fused_scalars
 from tests._tiny import Tiny, make_loader, make_trainer
 from tests.dist.test_main_job import rows_of
+from tests.parity_job import come_back_slowly
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--resume", default="auto")
     parser.add_argument("--recovery", default="auto")
     parser.add_argument("--max-pls", type=float)
+    parser.add_argument("--parity", action="store_true", help="a replacement's rows come back behind the training")
     parser.add_argument("--rate", type=float, help="of all tables, set by hand at step 5")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -152,7 +154,14 @@ def main() -> None:
     for hang in options.hang:
         rank, step, point = hang.split(":")
         injector.hang(int(rank), int(step), point)  # type: ignore[arg-type]
-    limits = {"target_pls": options.max_pls or 0.1, "max_pls": options.max_pls, "recovery": options.recovery}
+    limits: dict[str, Any] = {
+        "target_pls": options.max_pls or 0.1,
+        "max_pls": options.max_pls,
+        "recovery": options.recovery,
+    }
+    if options.parity:
+        come_back_slowly()
+        limits["parity"] = ParityConfig(k=2, behind_mb=0)
     cpr = Recorded(str(options.out / "root"), save_every_n_steps=10, timeout_s=30, resume=options.resume, **limits)
     cpr.record = record = Record(options.out, kills)
     record.strike(0, "start")

@@ -11,11 +11,14 @@ import torch
 from lightning_cpr import CPRCallback, FaultInjector, ParityConfig, TorchRecStrategy
 from lightning_cpr._lightning import Callback
 from lightning_cpr.report.events import read_events
+from lightning_cpr.store.reader import read_table
 from lightning_cpr.store.storage import Storage
+from lightning_cpr.store.versions import list_versions, load_manifest
 from lightning_cpr.tables.replicas import replicated_state
 from tests._guarded import run_guarded
 from tests._tiny import Tiny, make_loader, make_trainer
 from tests.dist.test_main_job import assert_equal, rows_of
+from tests.parity_job import come_back_slowly
 
 BATCHES, EPOCHS = 12, 2
 LAST = BATCHES * EPOCHS
@@ -43,10 +46,14 @@ class Record(Callback):
     def __init__(self) -> None:
         self.losses: dict[int, float | None] = {}
         self.rows: dict[int, dict[str, torch.Tensor]] = {}
+        self.validated: dict[int, float] = {}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         self.losses[trainer.global_step] = outputs["loss"].item() if outputs else None
         self.rows[trainer.global_step] = rows_of(module)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.validated[trainer.global_step] = trainer.callback_metrics["val_loss"].item()
 
 
 class Ema(Callback):
@@ -80,8 +87,14 @@ class Corrupt(Callback):
 
 
 def job(
-    rank: int, world: int, root: str, parity: ParityConfig | None, kills: list[tuple[int, int, Any]], corrupt: int = 0
-) -> dict[str, Any]:
+    rank: int, world: int, root: str, parity: ParityConfig | None, kills: list[tuple[int, int, Any]], corrupt: int = 0,
+    slowly: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """slowly: lost rows come back a few a step, and every second batch is validated."""
+    more: dict[str, Any] = {}
+    if slowly:
+        come_back_slowly()
+        more = {"val_check_interval": 2}
     injector = FaultInjector()
     for kill in kills:
         injector.kill(*kill)
@@ -89,14 +102,15 @@ def job(
     record, ema, model = Record(), Ema(), Scheduled()
     trainer = make_trainer(
         world, TorchRecStrategy(plan={"a": "row_wise", "b": "table_wise", "c": "data_parallel"}),
-        callbacks=[cpr, record, ema, Corrupt(cpr, corrupt), injector], max_epochs=EPOCHS,
+        callbacks=[cpr, record, ema, Corrupt(cpr, corrupt), injector], max_epochs=EPOCHS, **more,
     )  # fmt: skip
-    trainer.fit(model, make_loader(rank, BATCHES))
+    trainer.fit(model, make_loader(rank, BATCHES), make_loader(rank, 2) if slowly else None)
     (optimizer,) = trainer.optimizers
     moments = {f"{i}.{n}": t.clone() for i, held in enumerate(optimizer.state.values()) for n, t in held.items()}
     replicas = {f"{f}.{n}": t.clone() for f, held in replicated_state(model).items() for n, t in held.items()}
     return {
         "losses": record.losses,
+        "validated": record.validated,
         "rows": record.rows,
         "dense": {**model.net.mlp.state_dict(), **moments, **replicas},
         "ema": ema.mean,
@@ -107,18 +121,19 @@ def job(
     }
 
 
-def plain(world: int, root: Path) -> list[dict[str, Any]]:
+def plain(world: int, root: Path, slowly: bool = False) -> list[dict[str, Any]]:
     """The run that nothing happens to."""
-    values, deaths = run_guarded(job, world, str(root), None, [])
+    values, deaths = run_guarded(job, world, str(root), None, [], 0, slowly)
     assert deaths == [0] * world
     return values
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_kills_at_every_point_change_no_bit(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "behind_mb"), [(2, 256), (4, 256), (4, 0)])
+def test_kills_at_every_point_change_no_bit(world: int, behind_mb: int, tmp_path: Path) -> None:
+    """With 0 all rows come back behind the training."""
     reference = plain(world, tmp_path / "plain")
     kills = KILLS[world]
-    results, deaths = run_guarded(job, world, str(tmp_path / "killed"), ParityConfig(k=3), kills)
+    results, deaths = run_guarded(job, world, str(tmp_path / "killed"), ParityConfig(k=3, behind_mb=behind_mb), kills)
     assert deaths == [sum(kill[0] == rank for kill in kills) for rank in range(world)]
     for rank, (ours, expected) in enumerate(zip(results, reference, strict=True)):
         first = max((step for r, step, _ in kills if r == rank), default=0) + 2
@@ -134,6 +149,39 @@ def test_kills_at_every_point_change_no_bit(world: int, tmp_path: Path) -> None:
     events = read_events(Storage(str(tmp_path / "killed")))
     recoveries = [e for e in events if e["event"] == "recovery"]
     assert [(e["failed"], e["source"]) for e in recoveries] == [([rank], "parity") for rank, _, _ in kills]
+
+
+def test_a_replacement_trains_validates_and_saves_while_its_rows_come_back(tmp_path: Path) -> None:
+    """And dies again before they are all back, and once more together with another rank."""
+    reference = plain(4, tmp_path / "plain", slowly=True)
+    kills = [(1, 8, "forward"), (1, 9, "backward"), (1, 17, "forward"), (2, 17, "forward")]
+    parity = ParityConfig(k=2, m=2, behind_mb=0)
+    results, deaths = run_guarded(job, 4, str(tmp_path / "killed"), parity, kills, 0, True)
+    assert deaths == [0, 3, 1, 0]
+    for ours, expected in zip(results, reference, strict=True):
+        assert_equal(ours["rows"][LAST], expected["rows"][LAST])
+        assert_equal(ours["dense"], expected["dense"])
+        assert (ours["told"], ours["pls"]) == (expected["told"], 0.0)
+        assert ours["validated"].items() <= expected["validated"].items()
+    assert results[0]["validated"] == reference[0]["validated"]
+    storages = [Storage(str(tmp_path / name)) for name in ("plain", "killed")]
+    for step in (10, 20, LAST):
+        saved, expected_rows = [version_rows(storage, step) for storage in storages]
+        assert_equal(saved, expected_rows)
+    events = read_events(storages[1])
+    assert [e["event"] for e in events if e["event"] in ("rows_come_back", "rows_are_back")] == [
+        "rows_come_back", "rows_come_back", "rows_are_back", "rows_come_back", "rows_are_back",
+    ]  # fmt: skip
+    came = [e["step"] for e in events if e["event"] == "rows_come_back"]
+    back = [e for e in events if e["event"] == "rows_are_back"]
+    assert [e["step"] - c for e, c in zip(back, came[1:], strict=True)] > [1, 1]
+    assert all(e["blocks"] > 0 and e["waited_s"] > 0 for e in back)
+
+
+def version_rows(storage: Storage, step: int) -> dict[str, torch.Tensor]:
+    """All rows of the version of a step."""
+    (manifest,) = [m for m in (load_manifest(storage, ref) for ref in list_versions(storage)) if m.step == step]
+    return {table.fqn: read_table(storage, manifest, table.fqn)[0] for table in manifest.tables}
 
 
 def test_two_lost_ranks_come_back_by_two_parities(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ class ParityConfig:
         scrub_every: all parity and all shards are compared by checksum once in so many exchanges, a slice with each;
             0 turns the comparison off.
         encode_mb: megabytes of a rank's rows that the first encoding adds to each exchange, until all is encoded.
+        behind_mb: a replacement with so many megabytes of rows, or more, trains while they come back: what a batch
+            looks up first, the rest behind the training (degraded reads). One with fewer waits for all of them.
 
     Raises:
         ConfigError: a value is out of range.
@@ -28,6 +30,7 @@ class ParityConfig:
     every_n_steps: int = 1
     scrub_every: int = 1000
     encode_mb: int = 64
+    behind_mb: int = 256
 
     def __post_init__(self) -> None:
         allowed = {
@@ -36,6 +39,7 @@ class ParityConfig:
             "every_n_steps": (1, 100_000),
             "scrub_every": (0, 10_000_000),
             "encode_mb": (1, 1 << 20),
+            "behind_mb": (0, 1 << 30),
         }
         for name, (low, high) in allowed.items():
             value = getattr(self, name)

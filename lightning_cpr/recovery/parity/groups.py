@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+
 from lightning_cpr.errors import ConfigError
 from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.recovery.parity.records import WORD, record_of
@@ -22,6 +24,7 @@ from lightning_cpr.spec import ShardSpec, TableSpec
 MAX_PIECE_WORDS = (16 << 20) // WORD
 MIN_PIECE_WORDS = 1024
 PIECES_A_RANK = 8
+BLOCK_WORDS = 4096 // WORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +47,16 @@ class Part:
 
     @property
     def block_rows(self) -> int:
-        """Rows of one checksum block, about 64 KiB."""
-        return max(1, 8192 // self.width)
+        """Rows of one checksum block, about 4 KiB: the least that is decoded, and then verified, by itself."""
+        return max(1, BLOCK_WORDS // self.width)
 
     @property
     def blocks(self) -> int:
         return math.ceil(self.rows / self.block_rows)
+
+    def rows_of(self, blocks: np.ndarray) -> np.ndarray:
+        """How many rows each of these blocks has: all as many, but the last one."""
+        return np.minimum(self.block_rows, self.rows - blocks * self.block_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ owner publishes. They tell whether parity, and what is decoded from it, is what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_cpr.recovery.parity import code
 from lightning_cpr.recovery.parity.groups import Member, ParityPlan, Part, Piece
-from lightning_cpr.recovery.parity.records import WORD
+from lightning_cpr.recovery.parity.records import WORD, runs
 from lightning_cpr.recovery.parity.wire import Route, Section, routes_between, unpack
 
 _XOR_ROWS = 512  # as many as stay in the processor's cache
@@ -52,7 +52,7 @@ class _Incoming:
 
 
 class ParityHolder:
-    """One rank's parity. Memory: the parity, 8 bytes of checksum for each 64 KiB of each member, and the differences of
+    """One rank's parity. Memory: the parity, 8 bytes of checksum for each 4 KiB of each member, and the differences of
     the exchange that is not acknowledged yet.
 
     ``bad``: pieces whose checksums did not match; they are never decoded from.
@@ -141,16 +141,29 @@ class ParityHolder:
 
     def verify(self, piece: Piece, member: Member, words: Tensor) -> bool:
         """Whether decoded words are what the member's owner last published, with nothing behind them."""
-        if bool(words[member.words :].any()):
-            self.bad.add(piece.index)
-            return False
-        for part in member.parts:
+        good = not bool(words[member.words :].any())
+        for part in member.parts if good else ():
             rows = words[part.offset : part.offset + part.words].view(part.rows, part.width)
             incoming, i = self._at[piece.index, part]
-            if not torch.equal(code.block_sums(rows, part.block_rows), incoming.sums_of(i)):
-                self.bad.add(piece.index)
-                return False
-        return True
+            good = good and torch.equal(code.block_sums(rows, part.block_rows), incoming.sums_of(i))
+        if not good:
+            self.bad.add(piece.index)
+        return good
+
+    def verify_blocks(self, piece: Piece, stretches: Iterable[tuple[Part, np.ndarray, Tensor]]) -> bool:
+        """`verify` for some blocks of a member: (part, block numbers, their rows' words one after another)."""
+        good = True
+        for part, blocks, words in stretches:
+            counts = part.rows_of(blocks)
+            within = runs(np.zeros_like(counts), counts)
+            sums = code.row_sums(words.view(-1, part.width))
+            placed = code.times_each(sums, torch.from_numpy(within * part.width))
+            incoming, i = self._at[piece.index, part]
+            found = code.xor_by_block(placed, torch.from_numpy(blocks.repeat(counts)))[1]
+            good = good and torch.equal(found, incoming.sums_of(i)[torch.from_numpy(blocks)])
+        if not good:
+            self.bad.add(piece.index)
+        return good
 
     def unfinished(self) -> list[tuple[int, int, int]]:
         """(piece, source, first row that is not in parity) of each part that is not encoded to its end."""

@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_cpr.errors import ConfigError, RecoveryError
-from lightning_cpr.recovery.election import LostPeerError
+from lightning_cpr.recovery.parity.absent import Absent
 from lightning_cpr.recovery.parity.agree import RankState, agree, holder_move, owner_move
 from lightning_cpr.recovery.parity.channel import Channel, swap_values
 from lightning_cpr.recovery.parity.config import ParityConfig
+from lightning_cpr.recovery.parity.degraded import DegradedRebuild
 from lightning_cpr.recovery.parity.exchange import Outcome, Probe, Progress, run_exchange
 from lightning_cpr.recovery.parity.groups import plan_parity
 from lightning_cpr.recovery.parity.holder import ParityHolder
@@ -55,7 +56,8 @@ class Point(NamedTuple):
 class Rebuilt:
     """What a rebuild reached: the lost ranks' shards hold the bits that they had at ``point``.
 
-    restored: this rank's shards that came back, empty on a survivor. nbytes, seconds: of this rank.
+    restored: this rank's shards that came back, empty on a survivor. nbytes, seconds: of this rank. absent: of its rows
+    those that are not back yet, where they come behind the training.
     """
 
     exchange: int
@@ -64,6 +66,7 @@ class Rebuilt:
     restored: tuple[ShardSpec, ...]
     nbytes: int
     seconds: float
+    absent: int = 0
 
 
 class ParityKeeper:
@@ -115,13 +118,17 @@ class ParityKeeper:
         self._probe = probe
         self._progress = Progress()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpr-parity")
-        self._inflight: Future[Outcome] | None = None
+        self._inflight: Future[Outcome | None] | None = None
+        self.degraded: DegradedRebuild | None = None
+        """The rebuild behind the training, until all ranks have their rows."""
         self._closed: Closed | None = None
         self._points: dict[int, Point] = {}
         self._now = Point(0, 0)
         self._encoded = False
-        words = (spec.rows * record_of(tables[spec.table], spec).words for spec in windows)
-        self._shard_bytes = WORD * sum(words)
+        self._bytes = dict.fromkeys(range(len(hosts)), 0)
+        for spec in filter(_protectable, specs):
+            self._bytes[spec.owner] += WORD * spec.rows * record_of(tables[spec.table], spec).words
+        self._shard_bytes = self._bytes[rank]
         self._pace = EncodePace(self._shard_bytes, config.encode_mb << 20)
         self._meter = Meter()
 
@@ -130,7 +137,12 @@ class ParityKeeper:
     @property
     def protected(self) -> bool:
         """Whether a lost shard would come back: everything is encoded, nothing was refused, the ranks are in touch."""
-        return self._encoded and self._meter.mismatches == 0 and self._channel is not None
+        return self._encoded and self.degraded is None and self._meter.mismatches == 0 and self._channel is not None
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank holds all its rows: a replacement may have been given them in part."""
+        return self.degraded is None or self.degraded.absent is None or not self.degraded.absent.rows
 
     @property
     def point(self) -> Point:
@@ -153,6 +165,10 @@ class ParityKeeper:
         """The last step of an exchange that is not acknowledged yet."""
         return self._points[exchange].step
 
+    def rows_bytes(self, ranks: Collection[int]) -> int:
+        """Of these ranks the most bytes of protected rows that one has."""
+        return max(self._bytes[rank] for rank in ranks)
+
     @property
     def memory_bytes(self) -> int:
         """Host memory of this rank: parity, checksums, touched rows, exchanges under way."""
@@ -169,6 +185,7 @@ class ParityKeeper:
             "memory_bytes": self.memory_bytes,
             "parity_bytes": 8 * self.plan.parity_words(self.rank),
             "unfinished_rows": self._owner.unfinished,
+            "absent_rows": 0 if self._absent is None else self._absent.rows,
             "protected": float(self.protected),
         }
 
@@ -203,6 +220,20 @@ class ParityKeeper:
                 if _protectable(spec):
                     self._owner.windows[spec].touch(rows)
 
+    def wait_for(self, spec: ShardSpec, rows: Tensor) -> None:
+        """Before a step looks rows up (int64, shard-local): return once they are back, where they come behind it.
+
+        Raises:
+            RecoveryError: they will not come: a peer is gone, or parity is refused.
+        """
+        if self._absent is not None:
+            self._absent.wait_for(spec, rows)
+
+    def wait_for_all(self) -> None:
+        """`wait_for` all of this rank's rows. While steps go on: it waits for the exchanges' threads alone."""
+        if self._absent is not None:
+            self._absent.wait_for_all()
+
     def let_rows_change(self) -> None:
         """Wait until the exchange under way has read the rows that its steps changed; `before_step` does so itself.
 
@@ -231,7 +262,7 @@ class ParityKeeper:
             self._exchange(self._pace.room)
 
     def join(self) -> None:
-        """Wait until all ranks have the exchange under way, if there is one.
+        """Wait until all ranks have the exchange under way, if there is one, and all rows that are to come back.
 
         Raises:
             LostPeerError: it failed.
@@ -262,6 +293,8 @@ class ParityKeeper:
         """
         if self._channel is not None:
             self._channel.abort()
+        if self._absent is not None:
+            self._absent.stop()
 
     def hold(self) -> tuple[RankState, dict[int, int]]:
         """A rank is gone: break off the exchange under way. Where this rank stands then, and the step of each exchange
@@ -276,8 +309,10 @@ class ParityKeeper:
         self._go_to(exchange)
         self.roll_back()
 
-    def rebuild(self, lost: Collection[int]) -> Rebuilt:
+    def rebuild(self, lost: Collection[int], behind: bool = False) -> Rebuilt:
         """Bring the shards of lost ranks back. Collective, on a fresh channel, with replacements in the lost places.
+
+        behind: return at once; rows come back behind the training (`degraded`), a step waits for its own (`wait_for`).
 
         Survivors' live rows stay as they are; `roll_back` takes them to the exchange that the lost shards stand at.
         Parity that was lost is encoded anew with the exchanges that follow; protection is off until then. After a
@@ -290,7 +325,7 @@ class ParityKeeper:
         """
         started = time.perf_counter()
         self._quit_exchange(abort=True)
-        self._encoded = False
+        self._encoded, self.degraded = False, None
         self._pace = EncodePace(self._shard_bytes, self.config.encode_mb << 20)
         channel = self._channel = self._make_channel()
         if self.rank in lost:
@@ -309,9 +344,13 @@ class ParityKeeper:
         held = {"unfinished": self._holder.unfinished(), "bad": sorted(self._holder.bad)}
         parity = swap_values(channel, {**held, "mismatches": self._meter.mismatches})
         unusable = {r: {*p["bad"], *(piece for piece, _, _ in p["unfinished"])} for r, p in enumerate(parity)}
-        job = Rebuild(self._owner, self._holder, channel)
-        job.run(plan_jobs(self.plan, agreement.lost, unusable))
-        self._raise_refused(swap_values(channel, {"refused": job.refused}))
+        rounds = plan_jobs(self.plan, agreement.lost, unusable)
+        mine_lost = self.rank in agreement.lost
+        absent = Absent(self.plan, self.rank, self._owner.windows) if behind and mine_lost else None
+        job = Rebuild(self._owner, self._holder, channel, None if absent is None else absent.write)
+        if not behind:
+            job.run(rounds)
+            self._raise_refused(swap_values(channel, {"refused": job.refused}))
         if self.rank in agreement.lost:
             for holder, answer in enumerate(parity):
                 self._owner.resume(
@@ -320,8 +359,15 @@ class ParityKeeper:
         self._owner.forget(agreement.lost)
         self._meter.mismatches = max(answer["mismatches"] for answer in parity)
         self._progress.stand_at(exchange)
-        restored = tuple(self._owner.windows) if self.rank in agreement.lost else ()
-        return Rebuilt(exchange, point, agreement.lost, restored, job.bytes, time.perf_counter() - started)
+        if behind:
+            limit = self.config.encode_mb << 20
+            self.degraded = DegradedRebuild(rounds, job, channel, agreement.lost, absent, self._shard_bytes, limit)
+            self._inflight = self._worker.submit(self._background, None, channel, 0)
+        restored = tuple(self._owner.windows) if mine_lost else ()
+        return Rebuilt(
+            exchange, point, agreement.lost, restored, job.bytes, time.perf_counter() - started,
+            0 if absent is None else absent.rows,
+        )  # fmt: skip
 
     def roll_back(self) -> Point:
         """Give this rank's rows the bits of the last agreed exchange.
@@ -339,40 +385,66 @@ class ParityKeeper:
         if self._channel is None or self._progress.fresh:
             raise RecoveryError("parity is not running on this rank: call start or rebuild first")
         with self._meter.timed("unhidden"):
+            if self._absent is not None:
+                self._absent.stop()
             self._join()
+            if self._absent is not None:
+                self._absent.go_on()
             number = self._progress.closed + 1
             every = self.config.scrub_every if self._encoded else 0
-            self._closed = self._owner.close(number, encode_bytes, every)
+            self._closed = self._owner.close(number, 0 if self.degraded else encode_bytes, every)
             self._progress.closed = number
             self._points[number] = self._now
             self._inflight = self._worker.submit(self._background, self._closed, self._channel, every)
 
-    def _background(self, closed: Closed, channel: Channel, scrub_every: int) -> Outcome:
-        with self._meter.timed("hidden"):
-            try:
-                return run_exchange(
-                    closed, self._owner, self._holder, channel, self._progress, scrub_every, self._probe
-                )
-            except LostPeerError:
-                raise
-            except (RuntimeError, MemoryError) as error:
-                raise RecoveryError(
-                    f"parity: exchange {closed.exchange} failed on rank {self.rank}: {error}"
-                ) from error
-            finally:
+    def _background(self, closed: Closed | None, channel: Channel, scrub_every: int) -> Outcome | None:
+        """The exchange, if there is one, and what of the rows that are to come back can come behind the next step."""
+        degraded, outcome = self.degraded, None
+        try:
+            if closed is not None:
+                with self._meter.timed("hidden"):
+                    outcome = run_exchange(
+                        closed, self._owner, self._holder, channel, self._progress, scrub_every, self._probe
+                    )
+            if degraded is not None:
+                degraded.serve()
+            return outcome
+        except RecoveryError as error:
+            self._tell_waiting(error)
+            raise
+        except (RuntimeError, MemoryError) as error:
+            number = self._progress.closed
+            failed = RecoveryError(f"parity: exchange {number} failed on rank {self.rank}: {error}")
+            self._tell_waiting(failed)
+            raise failed from error
+        finally:
+            if closed is not None:
                 closed.taken.set()
+
+    def _tell_waiting(self, error: Exception) -> None:
+        if self._absent is not None:
+            self._absent.fail(error)
 
     def _join(self) -> None:
         """Wait for the exchange under way and take its outcome."""
         if self._inflight is None:
             return
+        if self._absent is not None:
+            self._absent.hurry()
         with self._meter.timed("wait"):
             self._encoded = False
             outcome = self._inflight.result()
         self._inflight = self._closed = None
         self._points = {e: point for e, point in self._points.items() if e >= self._progress.acknowledged}
-        self._encoded = outcome.unfinished == 0
-        self._meter.add(outcome)
+        if self.degraded is not None and self.degraded.finished:
+            self.degraded = None
+        if outcome is not None:
+            self._encoded = outcome.unfinished == 0 and self.degraded is None
+            self._meter.add(outcome)
+
+    @property
+    def _absent(self) -> Absent | None:
+        return None if self.degraded is None else self.degraded.absent
 
     def _quit_exchange(self, abort: bool) -> None:
         if abort:

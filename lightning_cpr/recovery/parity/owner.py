@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_cpr.recovery.parity import code
 from lightning_cpr.recovery.parity.groups import ParityPlan, Part, Piece
-from lightning_cpr.recovery.parity.records import WORD
+from lightning_cpr.recovery.parity.records import WORD, runs
 from lightning_cpr.recovery.parity.window import Change, Window
 from lightning_cpr.recovery.parity.wire import Draft, Route, routes_between, write_messages
 from lightning_cpr.spec import ShardSpec
@@ -92,11 +92,11 @@ class ParityOwner:
         """Close all windows and choose the slices of this exchange. Runs between two steps, and copies nothing.
 
         Args:
-            encode_bytes: how much of the rows that are not in parity yet enters it; a row at least.
+            encode_bytes: how much of the rows that are not in parity yet enters it; a row at least, unless it is 0.
         """
         changes = {spec: window.close() for spec, window in self.windows.items()}
         closed = Closed(exchange, changes, self._cursors, self._cursors)
-        if self.unfinished:
+        if self.unfinished and encode_bytes:
             self._cursors = closed.cursors_after = {h: [c.clone() for c in found] for h, found in self._cursors.items()}
             closed.encoded = self._encode(encode_bytes)
             self._count_unfinished()
@@ -156,9 +156,7 @@ class ParityOwner:
         # of each part the rows that are in parity already
         ends = torch.minimum(route.highs, closed.cursors_before[holder][number])
         low, high = np.searchsorted(change.rows.numpy(), torch.stack([route.lows, ends]).numpy())
-        counts = high - low
-        skipped = (low - (counts.cumsum() - counts)).repeat(counts)
-        places = torch.from_numpy(np.arange(skipped.size) + skipped)
+        places = torch.from_numpy(runs(low, high - low))
         window = self.windows[route.spec]
         new = [
             (start, window.read(slice(start, end))) for h, n, start, end in closed.encoded if (h, n) == (holder, number)

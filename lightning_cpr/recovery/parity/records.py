@@ -48,6 +48,12 @@ def record_of(table: TableSpec, spec: ShardSpec) -> Record:
     return Record(tuple(fields), math.ceil(offset / WORD))
 
 
+def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """``starts[i], starts[i] + 1, ...``, ``counts[i]`` numbers, for each i in turn: int64."""
+    ends = counts.cumsum()
+    return (starts - (ends - counts)).repeat(counts) + np.arange(ends[-1] if len(ends) else 0)
+
+
 class ShardRows:
     """Reads and writes rows of a live shard as records, int64 ``[n, words]`` in host memory, or field by field."""
 
@@ -109,7 +115,8 @@ def _place(words: Tensor, unit: torch.dtype, offset: int, size: int) -> Tensor:
 
 def _bits(tensor: Tensor, offset: int, size: int) -> Tensor:
     """The tensor's own memory as ``[rows, units]`` of the widest unit that its alignment allows."""
-    tensor = tensor.detach()
+    # Without the version that autograd keeps: rows that no graph has read may come back between forward and backward.
+    tensor = tensor.data
     matrix = tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
     if matrix.shape[1] == 1:  # the stride of a single column is anything, and view wants it to be 1
         matrix = matrix.as_strided(matrix.shape, (matrix.stride(0), 1))

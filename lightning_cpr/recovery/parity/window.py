@@ -147,8 +147,8 @@ class Window:
         self.restart()
         return Change(self._shard, kept.rows[:end], [field[:end] for field in kept.fields])
 
-    def read(self, rows: slice, out: Tensor | None = None) -> Tensor:
-        """Records of a range of rows as they stood when the window opened; in ``out`` if it is given."""
+    def read(self, rows: slice | Tensor, out: Tensor | None = None) -> Tensor:
+        """Records of rows, a range or by number, as they stood when the window opened; in ``out`` if it is given."""
         words = self._shard.read(rows, out)
         slots = self._slot[rows] - self._first
         touched = torch.nonzero(slots >= 0).view(-1)
@@ -184,8 +184,8 @@ class Window:
             self._slot.fill_(-1)
             self._first = 0
 
-    def write(self, rows: slice, words: Tensor) -> None:
-        """Restore a range of live rows. The window holds none of them."""
+    def write(self, rows: slice | Tensor, words: Tensor) -> None:
+        """Restore live rows, a range or by number. The window holds none of them."""
         self._shard.write(rows, words)
 
     def _add(self, rows: Tensor) -> None:

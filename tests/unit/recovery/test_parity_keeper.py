@@ -88,6 +88,11 @@ class Job:
             self.run(steps)
 
     def replace(self, lost: list[int]) -> list[Rebuilt]:
+        self.kill(lost)
+        return everywhere(lambda rank: self.keepers[rank].rebuild(lost), range(self.world))
+
+    def kill(self, lost: list[int]) -> None:
+        """These ranks are processes that hold nothing from here on."""
         for keeper in self.keepers:
             keeper.abort()
         self.hub = Hub(self.world)
@@ -95,7 +100,6 @@ class Job:
             self.keepers[rank].close()
             self.shards[rank] = make_shards(self.tables, self.specs, rank, seed=None)
             self.keepers[rank] = self.keeper(rank)
-        return everywhere(lambda rank: self.keepers[rank].rebuild(lost), range(self.world))
 
     def check_parity(self) -> None:
         """Parity is the code of what the shards hold, word by word."""

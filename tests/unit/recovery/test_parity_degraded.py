@@ -1,0 +1,76 @@
+"""Degraded reads: a replacement trains on rows that come back while it does; bits are compared with what they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from lightning_cpr.recovery.parity import degraded, groups
+from lightning_cpr.recovery.parity.config import ParityConfig
+from tests.parity_job import bits, everywhere, touched_rows, train
+from tests.unit.recovery.test_parity_keeper import Job
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a few rows and blocks of one or two, so that small tables make many of both."""
+    monkeypatch.setattr(groups, "MIN_PIECE_WORDS", 40)
+    monkeypatch.setattr(groups, "BLOCK_WORDS", 6)
+    monkeypatch.setattr(degraded, "_MOST_BLOCKS", 7)
+
+
+class Behind(Job):
+    """A job whose lost ranks come back behind its steps."""
+
+    def replace_behind(self, lost: list[int]) -> None:
+        self.kill(lost)
+        everywhere(lambda rank: self.keepers[rank].rebuild(lost, behind=True), range(self.world))
+
+    def step_together(self) -> None:
+        """A step as a job of processes runs it: all look up, then all update, then all end it."""
+        self.step += 1
+        touched = [touched_rows(shards, rank, self.step) for rank, shards in enumerate(self.shards)]
+        everywhere(lambda rank: self.look_up(rank, touched[rank]), range(self.world))
+        for rank, keeper in enumerate(self.keepers):
+            keeper.before_step(touched[rank])
+            train(self.shards[rank], touched[rank], rank, self.step)
+        everywhere(lambda rank: self.keepers[rank].after_step(self.step, 10 * self.step), range(self.world))
+
+    def look_up(self, rank: int, touched: dict) -> None:
+        for spec, rows in touched.items():
+            if not spec.replicated and spec.rows:
+                self.keepers[rank].wait_for(spec, torch.arange(spec.rows) if rows is None else rows)
+
+
+def bits_of_a_run_without_a_failure(world: int, layout: int, steps: int) -> list[list[bytes]]:
+    job = Behind(ParityConfig(k=2, m=1), world, layout)
+    try:
+        for _ in range(steps):
+            job.step_together()
+        return [bits(shards) for shards in job.shards]
+    finally:
+        job.close()
+
+
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(st.integers(0, 10_000), st.integers(3, 6), st.sampled_from([1, 2, 4]), st.integers(1, 2), st.data())
+def test_steps_on_rows_that_come_back_meanwhile(layout: int, world: int, k: int, m: int, data: st.DataObject) -> None:
+    expected = bits_of_a_run_without_a_failure(world, layout, 9)
+    job = Behind(ParityConfig(k=k, m=m, scrub_every=2), world, layout)
+    try:
+        for _ in range(2):
+            job.step_together()
+        job.settle()
+        lost = data.draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=m, unique=True))
+        job.replace_behind(lost)
+        for _ in range(7):
+            job.step_together()
+        job.settle()
+        assert [bits(shards) for shards in job.shards] == expected
+        job.check_parity()
+        assert all(keeper.protected and keeper.whole for keeper in job.keepers)
+        assert all(keeper.metrics()["mismatches"] == 0 for keeper in job.keepers)
+    finally:
+        job.close()
