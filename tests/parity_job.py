@@ -130,7 +130,7 @@ def train(shards: Sequence[Shard], touched: dict[ShardSpec, Tensor | None], rank
 
 def come_back_slowly() -> None:
     """In this process, rows that come back behind the training are a few an exchange."""
-    groups.MIN_PIECE_WORDS = 40
+    groups.MIN_PIECE_WORDS, groups.BLOCK_WORDS = 40, 5
     degraded.EncodePace = lambda shard_bytes, limit: EncodePace(shard_bytes, limit=1)  # type: ignore[assignment,misc]
 
 

@@ -122,6 +122,23 @@ def test_only_the_lost_shard_comes_back(rank: int, tmp_path: Path) -> None:
     assert still_running(tmp_path) == []
 
 
+def test_a_second_death_while_rows_come_back_behind_the_training(tmp_path: Path, zygote: Zygote) -> None:
+    """Nobody has the first one's rows as they were: the job starts again, and hands over what is whole."""
+    job = zygote.run(
+        JOB, tmp_path, [*kills("1:18:forward", "2:18:backward"), "--parity", "--steps=20"], 3, max_restarts=1
+    )
+    assert job.code == 0, job.stderr[-5000:]
+    ends = [job.events(rank, "end")[0] for rank in range(3)]
+    assert [e["step"] for e in ends] == [20] * 3
+    assert all(e["dense"] == ends[0]["dense"] for e in ends)
+    assert "another process was lost before all rows of rank 1, a replacement, were back" in job.stderr
+    events = read_events(Storage(str(tmp_path / "root")))
+    recoveries = [e for e in events if e["event"] == "recovery"]
+    assert [(e["failed"], e["source"]) for e in recoveries] == [([1], "parity"), ([1, 2], "store")]
+    assert recoveries[1]["handed_over"] == [0]
+    check_batches(job, 3)
+
+
 @pytest.mark.slow
 def test_deaths_in_every_phase_of_a_step_and_of_a_save_on_every_rank(tmp_path: Path, zygote: Zygote) -> None:
     """In a save; two at once, in forward and backward; before an optimizer step; and in the recovery from that."""

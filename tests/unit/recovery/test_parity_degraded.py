@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from lightning_cpr.errors import RecoveryError
 from lightning_cpr.recovery.parity import degraded, groups
 from lightning_cpr.recovery.parity.config import ParityConfig
 from tests.parity_job import bits, everywhere, touched_rows, train
@@ -74,3 +77,68 @@ def test_steps_on_rows_that_come_back_meanwhile(layout: int, world: int, k: int,
         assert all(keeper.metrics()["mismatches"] == 0 for keeper in job.keepers)
     finally:
         job.close()
+
+
+@pytest.fixture
+def job() -> Iterator[Behind]:
+    job = Behind(ParityConfig(k=4, scrub_every=0))
+    yield job
+    job.close()
+
+
+def test_rows_that_do_not_decode_are_refused_on_all_ranks_and_never_written(job: Behind) -> None:
+    job.settle()
+    holder = job.keepers[2]._holder
+    piece = next(p for p in holder.pieces if p.holders == (2,))
+    lost = piece.members[0].rank
+    holder.parity(piece)[0] ^= 1
+    job.replace_behind([lost])
+    part = piece.members[0].parts[0]
+    keeper = job.keepers[lost]
+
+    def look_up_the_wrong_row(rank: int) -> str:
+        try:
+            if rank == lost:
+                keeper.wait_for(part.spec, torch.tensor([part.row_lo]))
+            job.keepers[rank].join()
+        except RecoveryError as error:
+            return str(error)
+        return ""
+
+    for told in everywhere(look_up_the_wrong_row, range(job.world)):
+        assert "did not decode to what their owner had published, and were refused" in told
+    shard = next(s for s in job.shards[lost] if s.spec == part.spec)
+    assert bool(shard.weight[part.row_lo].isnan().all())
+    assert not keeper.whole
+    assert all(other.whole for rank, other in enumerate(job.keepers) if rank != lost)
+
+
+def test_a_lookup_that_waits_is_told_of_a_death(job: Behind) -> None:
+    job.settle()
+    job.replace_behind([1])
+    spec = next(s for s in job.specs if s.owner == 1 and s.rows and not s.replicated)
+    job.hub.kill(3)
+    with pytest.raises(RecoveryError, match="no message from rank 3"):
+        job.keepers[1].wait_for(spec, torch.arange(spec.rows))
+    assert not job.keepers[1].whole
+
+
+def test_what_is_given_up_wakes_the_thread_that_waits_for_lookups(job: Behind) -> None:
+    job.settle()
+    job.replace_behind([1])
+    for keeper in job.keepers:
+        keeper.abort()
+    for rank, keeper in enumerate(job.keepers):
+        keeper.hold()
+        assert keeper.whole == (rank != 1)
+
+
+def test_whoever_needs_all_rows_waits_for_them_alone(job: Behind) -> None:
+    """As a save does, which the other ranks may have left already."""
+    for _ in range(2):
+        job.step_together()
+    job.settle()
+    expected = bits(job.shards[1])
+    job.replace_behind([1])
+    job.keepers[1].wait_for_all()
+    assert bits(job.shards[1]) == expected
