@@ -157,7 +157,7 @@ class Start:
     def _build_on(self, own: Version, at: Progress) -> None:
         """The next saves hold what changes from this version on."""
         manifest, cycle = own.manifest, self._recovery.cycle
-        self._job.together(lambda: self._recovery.restorer.holds(manifest))
+        self._job.together(lambda: self._recovery.store.holds(manifest))
         cycle.saved_step = manifest.step if manifest.consistency == "exact" else -1
         cycle.closed = Moment(at.step, 0.0)
 
