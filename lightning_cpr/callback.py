@@ -1,7 +1,7 @@
 """CPRCallback: saves a job's state behind its training and brings back what a failure took.
 
 The hooks are here. What to save or restore is decided in `policy` and `recovery.plan`; `saving.cycle` saves,
-`live.coordinator` recovers; the arguments are checked in `saving.settings`, and `job.root` finds the run to go on with.
+`live.coordinator` recovers; the arguments are checked in `saving.settings`, and `job.start` brings a fit to its start.
 """
 
 from __future__ import annotations
@@ -9,26 +9,23 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from typing import Any, Literal
 
 from torch import Tensor
 
 from lightning_cpr._lightning import Callback, check_trainer, pl
-from lightning_cpr.checkpoint_io import VERSION_KEY, Version
-from lightning_cpr.errors import ConfigError, CPRError, RecoveryError, UnsupportedError
+from lightning_cpr.errors import ConfigError, RecoveryError, UnsupportedError
 from lightning_cpr.faults import FaultInjector
-from lightning_cpr.job import handover, preemption, reshard
+from lightning_cpr.job import handover, preemption
 from lightning_cpr.job.job import Job
-from lightning_cpr.job.root import Found, find_run, has_newer, is_version_of, rename_state, resume_from, take_up
 from lightning_cpr.job.run import Run
 from lightning_cpr.job.samples import batches_trained, planned_samples
+from lightning_cpr.job.start import Start
 from lightning_cpr.job.start_checks import check_memory, check_waits
 from lightning_cpr.live.account import where_lost
 from lightning_cpr.live.coordinator import RecoveryCoordinator
 from lightning_cpr.live.parity import ParityGuard
 from lightning_cpr.policy.baseline import BaselinePolicy
-from lightning_cpr.policy.due import Moment
 from lightning_cpr.policy.ledger import Ledger
 from lightning_cpr.policy.priority import Variant
 from lightning_cpr.recovery.election import is_lost_peer
@@ -37,7 +34,7 @@ from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.report.events import EventLog, metrics_of
 from lightning_cpr.saving.controller import Bits, RecoveryChoice
 from lightning_cpr.saving.cycle import SaveCycle
-from lightning_cpr.saving.saver import Progress, RunId, SavePlan
+from lightning_cpr.saving.saver import Progress, RunId
 from lightning_cpr.saving.settings import Resume, Settings
 from lightning_cpr.spec import Shard, ShardSpec
 from lightning_cpr.store.storage import Storage
@@ -136,9 +133,7 @@ class CPRCallback(Callback):
         self._recovery: RecoveryCoordinator | None = None
         self._parity: ParityGuard | None = None
         self._injector: FaultInjector | None = None
-        self._found = Found()
-        self._taken: handover.Taken | None = None
-        self._resharded: reshard.Resharded | None = None
+        self._start: Start | None = None
 
     @property
     def root(self) -> str:
@@ -193,7 +188,7 @@ class CPRCallback(Callback):
     def _cycle(self) -> SaveCycle:
         return self._required.cycle
 
-    # Set-up and resume
+    # Set-up and start
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer(trainer)
@@ -234,95 +229,21 @@ class CPRCallback(Callback):
         self._recovery = RecoveryCoordinator(
             self.settings, self.job, self.storage, self._run, self._emit, self._injector, self._parity
         )
-        if self.job.alone:
-            return
-        self._found = self.job.from_rank_0(lambda: find_run(self.storage, self._run.id, self.settings.resume))
-        if self._hands_over:
-            any_plan = self.settings.resume == "reshard"
-            run_id = self._found.run_id
-            self._taken = handover.take_over(trainer, self.job, self.storage, self._run.id, run_id, any_plan)
-        if self._taken is not None and self._taken.take.resharded:
-            self._reshard(self._taken)
-            self._taken = None
-        if self._taken is not None:
-            trainer._checkpoint_connector._loaded_checkpoint = self._taken.checkpoint()
-        elif self._found.path is not None:
-            path = self._found.path if self._resharded is None else self._resharded.path
-            resume_from(trainer, self.job, self.storage, path, self.state_key)
-
-    def _reshard(self, taken: handover.Taken) -> None:
-        """Make a version of what a job of another plan left; where that fails the newest exact one serves."""
-        job, timeout_s = self.job, self.settings.timeout_s
-        try:
-            with closing(taken):
-                self._resharded = reshard.save_version(taken, job, self.storage, self.state_key, timeout_s)
-        except CPRError as error:
-            log.error("nothing is handed over, the job goes on from the store: %s", error)
-            self.counts["failed"] += 1
-            self._emit("save_failed", error=str(error).partition("\n")[0], failed=self.counts["failed"])
+        self._start = Start(
+            self.settings, self.job, self.storage, self._run, self._recovery, self._emit, self.state_key,
+            self._hands_over,
+        )  # fmt: skip
+        if not self.job.alone:
+            self._start.look(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Everything is restored; take up the run that it came from, or begin one."""
         if self.job.alone:
             return
-        loaded = _strategy(trainer).loaded_version
-        from_root = loaded if is_version_of(self.storage, loaded) else None
-        take_up(self.job, self.storage, self._run, self._found, from_root)
-        recovery = self._required
-        recovery.start()
-        if self._taken is not None:
-            self._go_on(trainer, self._taken)
-        else:
-            self._begin(trainer, loaded, from_root)
-        self._taken, recovery.whole = None, True
+        assert self._start is not None, "before on_fit_start"
+        self._start.begin(trainer, _strategy(trainer).loaded_version)
         parity = 0 if self._parity is None else self._parity.memory_bytes
         check_memory(self.job, self._cycle.saves.tracker.memory_bytes, parity)
-
-    def _go_on(self, trainer: pl.Trainer, taken: handover.Taken) -> None:
-        """The rows of those that survived are here; the others' come from the newest version."""
-        taken.stand(trainer)
-        at, handed = Progress(taken.step, self.samples), sorted(taken.take.sources)
-        self._required.controller.trained(at.samples, 0.0, None)
-        self._emit_started(at, handed_over=handed)
-        self._required.complete(trainer, list(taken.take.decision.lost), at, handed)
-        self._required.protect(at.step)
-
-    def _begin(self, trainer: pl.Trainer, loaded: Version | None, from_root: Version | None) -> None:
-        """The rows are those of ``loaded``; from_root: if that is a version of this root."""
-        job, at = self.job, Progress(batches_trained(trainer), self.samples)
-        self._required.controller.trained(at.samples, 0.0, None)
-        for path in from_root.refused or () if from_root is not None else ():
-            self._emit("version_refused", version=path, error="damaged")
-        how: dict[str, Any] = {"resumed_from": loaded.name if loaded is not None else None}
-        made, self._resharded = self._resharded, None
-        if made is not None and (from_root is None or from_root.manifest.path != made.path):
-            log.warning("the job goes on from another version than the one made of what was handed over: %s", made.path)
-            made = None
-        if made is not None:
-            how |= {"handed_over": made.handed, "resharded": True}
-        self._emit_started(at, **how)
-        if made is not None:
-            self._required.resharded(trainer, made, at)
-        self._required.protect(at.step)
-        if from_root is not None:
-            manifest = from_root.manifest
-            job.together(lambda: self._required.restorer.holds(manifest))
-            self._cycle.saved_step = manifest.step if manifest.consistency == "exact" else -1
-            self._cycle.closed = Moment(at.step, 0.0)
-            if not job.from_rank_0(lambda: has_newer(self.storage, self._run.id.run_id, from_root)):
-                return
-        # At once, so that there is a version to recover from before the first interval is over.
-        plan = SavePlan(at.step, f"{job.incarnation}-{at.step}", bits=job.broadcast(self._cycle.bits(True)))
-        self._cycle.start(trainer, plan, at, self.ledger)
-        if from_root is not None:
-            # Until it stands, the newest version is one of the future that this run has turned away from.
-            self._cycle.wait()
-
-    def _emit_started(self, at: Progress, **how: Any) -> None:
-        self._emit(
-            "run_started", run_id=self._run.id.run_id, epoch=self._run.epoch, step=at.step, samples=at.samples,
-            world_size=self.job.world_size, total_elements=self.ledger.total_elements, **how,
-        )  # fmt: skip
 
     # Training
 
@@ -399,16 +320,8 @@ class CPRCallback(Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if hasattr(self, "storage"):
-            rename_state(trainer, self.storage, self.state_key, checkpoint)
-        if self._taken is None:
-            return
-        if checkpoint[VERSION_KEY] is None:
-            self._taken.adopt()
-        else:
-            log.warning("a ckpt_path is given: the job goes back to it, what was handed over is not used")
-            self._taken.close()
-            self._taken = None
+        if self._start is not None:
+            self._start.loads(trainer, checkpoint)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

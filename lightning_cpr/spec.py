@@ -6,6 +6,7 @@ the sharding plan or on a rank, so that a version written under one plan can be 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -65,6 +66,11 @@ class ShardSpec:
     @property
     def elements(self) -> int:
         return self.rows * self.cols
+
+
+def sharded_elements(plan: Iterable[ShardSpec], owner: int) -> int:
+    """Elements of the owner's shards; replicated tables do not count, since no single failure loses them."""
+    return sum(shard.elements for shard in plan if shard.owner == owner and not shard.replicated)
 
 
 @dataclass

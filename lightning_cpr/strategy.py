@@ -26,8 +26,6 @@ from lightning_cpr._lightning import (
     optimizers_to_device,
     pl,
     prepare_for_backward,
-    rank_zero_info,
-    rank_zero_warn,
 )
 from lightning_cpr.checkpoint_io import CPRCheckpointIO, Version
 from lightning_cpr.errors import CommitError, ConfigError
@@ -36,6 +34,7 @@ from lightning_cpr.job.job import Job
 from lightning_cpr.job.loader import tracked, warn_of_a_restart
 from lightning_cpr.job.rendezvous import join_afresh
 from lightning_cpr.job.resume import Resumption
+from lightning_cpr.job.table_updates import TableUpdates
 from lightning_cpr.job.training_checks import check_training
 from lightning_cpr.live.recovery import LiveRecovery, under_guardian
 from lightning_cpr.pipeline import PipelinedModule
@@ -43,7 +42,7 @@ from lightning_cpr.tables import sharding
 from lightning_cpr.tables.dense import dense_optimizer_state, dense_state, load_dense_optimizer_state
 from lightning_cpr.tables.rebind import built_apart
 from lightning_cpr.tables.sharding import PlanLike, World
-from lightning_cpr.tables.table_optim import FusedRates, claim_tables, drop_fused, tables_optimizer
+from lightning_cpr.tables.table_optim import tables_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +97,7 @@ class TorchRecStrategy(DDPStrategy):
         self._topology = topology
         self._forward_redirection = DenseRedirection()
         self._resumption: Resumption | None = None
-        self._rates: FusedRates | None = None
-        self._table_optimizers: list[Optimizer] = []
+        self._table_updates: TableUpdates | None = None
         self.live = LiveRecovery(self) if under_guardian() else None
         self.group_ports: tuple[frozenset[int], frozenset[int]] | None = None  # under torchrun: see `join_afresh`
 
@@ -156,15 +154,15 @@ class TorchRecStrategy(DDPStrategy):
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
         self.model = self._setup_model(self.precision_plugin.convert_module(module))
-        self._rates = FusedRates(self.model)
+        self._table_updates = TableUpdates(self.model)
         if fitting:
             self.setup_optimizers(trainer)
-            check_training(trainer, self.model, bool(self._table_optimizers))
+            check_training(trainer, self.model, self._table_updates.ordinary)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
         self.job = Job(trainer)
-        self._resumption = Resumption(self.job, self._rates)
+        self._resumption = Resumption(self.job, self._table_updates.rates)
         self.checkpoint_io.attach(self.job)
         if self.live is not None:
             self.live.setup(trainer)
@@ -196,18 +194,8 @@ class TorchRecStrategy(DDPStrategy):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        assert self.model is not None
-        assert self._rates is not None
-        for optimizer in self.optimizers:
-            if dropped := drop_fused(optimizer):
-                rank_zero_info(
-                    f"{dropped} table parameters were taken out of {type(optimizer).__name__}: they are updated in "
-                    f"backward by their own optimizer."
-                )
-        self._table_optimizers, untrained = claim_tables(self.model, self.optimizers)
-        self._rates.follow(self.model, self._table_optimizers)
-        if untrained:
-            rank_zero_warn(f"Nothing updates {', '.join(untrained)}: no optimizer has it and none was declared for it.")
+        assert self._table_updates is not None
+        self._table_updates.claim(self.optimizers)
 
     @property
     def fused_optimizer(self) -> Any:
@@ -224,8 +212,8 @@ class TorchRecStrategy(DDPStrategy):
         Adds one param group named ``fused`` (one per distinct rate, ``fused-<rate>``), with the tables' declared rate
         and no parameters. LearningRateMonitor shows it, and checkpoints hold it as part of the optimizer.
         """
-        assert self._rates is not None, "add_fused_groups belongs into configure_optimizers, after sharding"
-        self._rates.attach(optimizer)
+        assert self._table_updates is not None, "add_fused_groups belongs into configure_optimizers, after sharding"
+        self._table_updates.rates.attach(optimizer)
         return optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,10 +223,10 @@ class TorchRecStrategy(DDPStrategy):
         return run() if self.live is None else self.live.training_step(run, *args, **kwargs)
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._rates is not None
+        assert self._table_updates is not None
         assert self.model is not None
         assert self.lightning_module is not None
-        self._rates.push()
+        self._table_updates.rates.push()
         if self.model.training != self.lightning_module.training:
             sharding.sync_training_mode(self.model, self.lightning_module)
         if isinstance(self.lightning_module, PipelinedModule):
@@ -260,11 +248,8 @@ class TorchRecStrategy(DDPStrategy):
 
     def _optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any | None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        # Step all before clearing any: the tables of one dense kernel share a gradient tensor.
-        for table_optimizer in self._table_optimizers:
-            table_optimizer.step()
-        for table_optimizer in self._table_optimizers:
-            table_optimizer.zero_grad()
+        assert self._table_updates is not None
+        self._table_updates.step()
         return output
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

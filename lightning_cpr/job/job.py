@@ -102,10 +102,6 @@ class Job:
         """The shards that this rank saves."""
         return [s for s in self.shards if s.spec.owner == self.rank]
 
-    def sharded_elements(self, owner: int) -> int:
-        """Elements of the owner's shards; replicated tables do not count, since no single failure loses them."""
-        return sum(s.elements for s in self.plan if s.owner == owner and not s.replicated)
-
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank. A collective: training thread only."""
         return self.trainer.strategy.broadcast(value)

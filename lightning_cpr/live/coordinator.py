@@ -23,8 +23,11 @@ from lightning_cpr.job.run import Run
 from lightning_cpr.job.samples import planned_samples
 from lightning_cpr.live.account import Rejoined, cut_fields, gather_cut, skipped_samples, source_fields
 from lightning_cpr.live.early_read import EarlyRead
+from lightning_cpr.live.epochs import Epochs
+from lightning_cpr.live.losses import Failure, source_of
 from lightning_cpr.live.parity import ParityGuard
-from lightning_cpr.live.restorer import Recovered, Restorer, source_of
+from lightning_cpr.live.restorer import Recovered, Restorer
+from lightning_cpr.live.store_source import StoreSource
 from lightning_cpr.policy.ledger import Ledger, event_to_json
 from lightning_cpr.recovery.live import Recovery
 from lightning_cpr.recovery.plan import Mode, RecoveryPlan, RewindError
@@ -46,12 +49,12 @@ class RecoveryCoordinator:
     """One callback's recoveries on one rank, in one fit. All methods run on the training thread.
 
     It makes what works for the callback, at the start and anew for each group of processes: ``controller``, ``cycle``,
-    ``restorer``. emit: writes an event. ``whole``: whether the rows are those of a step: not while they are restored.
+    ``store``. emit: writes an event. ``whole``: whether the rows are those of a step: not while they are restored.
     """
 
     controller: Controller
     cycle: SaveCycle
-    restorer: Restorer
+    store: StoreSource
 
     def __init__(
         self,
@@ -90,17 +93,11 @@ class RecoveryCoordinator:
         saves = BackgroundSaves(job, run_id, io, tracker, Chain(), settings.incremental, settings.keep, stager)
         self.controller = controller
         self.cycle = SaveCycle(settings, job, saves, controller, self._emit, self._run.counts, started)
-        self.restorer = Restorer(
-            job,
-            self._storage,
-            run_id.run_id,
-            self._run.owner,
-            saves,
-            timeout_s,
-            self._emit,
-            self.cycle.take,
-            self._parity,
+        self.store = StoreSource(job, self._storage, run_id.run_id, saves, self._emit)
+        epochs = Epochs(
+            job, self._storage, run_id.run_id, self._run.owner, saves, timeout_s, self._emit, self.cycle.take
         )
+        self._restorer = Restorer(job, saves, self.store, epochs, self._parity)
 
     def _point(self, point: str, step: int) -> None:
         if self._injector is not None:
@@ -149,7 +146,7 @@ class RecoveryCoordinator:
             self._parity.new_epoch(self._parity_prefix)
         self.whole = False
         self.controller.failed(failed)
-        recovered = self.restorer.recover(trainer, failed, at, run.epoch, self._choose, run.ledger)
+        recovered = self._restorer.recover(trainer, Failure(failed, at, run.ledger), run.epoch, self._choose)
         self.whole = True
         self._close(recovered, failed, at, {})
 
@@ -164,7 +161,8 @@ class RecoveryCoordinator:
             self.controller.failed(failed)
         why = "the other ranks' rows were handed over"
         goes_back = self._why_back if failed and self._goes_back else None
-        recovered = self.restorer.recover_lost(trainer, failed, at, run.epoch, run.ledger, why, goes_back=goes_back)
+        failure = Failure(failed, at, run.ledger)
+        recovered = self._restorer.recover_lost(trainer, failure, run.epoch, why, goes_back=goes_back)
         if failed:
             self._close(recovered, failed, at, {"handed_over": handed})
 
@@ -216,10 +214,9 @@ class RecoveryCoordinator:
         failed = sorted({spec.owner for spec in lost} | set(decision.lost))
         self.controller.failed(failed)
         at = Progress(decision.step, state["samples"])
-        recovered = self.restorer.recover_lost(
-            trainer, failed, at, run.epoch, run.ledger, "a process died and was replaced",
-            skipped_samples(recovery, cut), self._early, self._why_back if self._goes_back else None,
-        )  # fmt: skip
+        failure = Failure(failed, at, run.ledger, skipped_samples(recovery, cut))
+        why, goes_back = "a process died and was replaced", self._why_back if self._goes_back else None
+        recovered = self._restorer.recover_lost(trainer, failure, run.epoch, why, self._early, goes_back)
         self.whole = True
         more = {"replaced": True, "error": recovery.error, "sources": source_fields(lost, recovered.plan.sources)}
         self._close(recovered, failed, at, more | cut_fields(recovery, cut))

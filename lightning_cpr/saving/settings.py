@@ -19,6 +19,7 @@ from lightning_cpr.policy.setting import Mtbf, Setting
 from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.saving.controller import Bits, Fixed, RecoveryChoice
 from lightning_cpr.saving.saver import BITS
+from lightning_cpr.spec import sharded_elements
 from lightning_cpr.store.retention import Rules
 from lightning_cpr.tables.tracker import RowTracker
 from lightning_cpr.units import seconds
@@ -140,7 +141,7 @@ class Settings:
         each = job.world_size // nodes
         hosts = tuple(tuple(range(n * each, (n + 1) * each)) for n in range(nodes)) if nodes > 1 else ()
         return Setting(
-            owners=tuple(float(job.sharded_elements(rank)) for rank in range(job.world_size)),
+            owners=tuple(float(sharded_elements(job.plan, rank)) for rank in range(job.world_size)),
             target_pls=self.target_pls,
             hosts=hosts,
             mtbf=self.known_mtbf,
