@@ -55,6 +55,8 @@ def train(keeper: ParityKeeper | None, shard: Shard, rows: torch.Tensor, step: i
     """Seconds of a step: a dense part that takes about as long as a small DLRM's, then row-wise Adagrad on the touched
     rows. Parity keeps them between the two, where a backward reaches the lookup."""
     dense, started = torch.full((384, 384), 1e-3), time.perf_counter()
+    if keeper:
+        keeper.wait_for(shard.spec, rows)
     for _ in range(4):
         dense = torch.tanh(dense @ dense)
     if keeper:
@@ -136,6 +138,59 @@ def recovering(keeper: ParityKeeper, shard: Shard, args: argparse.Namespace, ran
     }
 
 
+def behind(keeper: ParityKeeper, shard: Shard, args: argparse.Namespace, rank: int) -> dict[str, float]:
+    """Rank 1's shard comes back behind the training: from its loss until every row is there, against the rebuild that
+    stops the training for all of it. All ranks meet in each step, as training does in its lookups."""
+    step = keeper.point.step
+
+    def run(count: int) -> list[float]:
+        nonlocal step
+        times = []
+        while len(times) < count if count else keeper.degraded is not None:
+            step += 1
+            started = time.perf_counter()
+            rows = lookups(args, rank, step)
+            keeper.wait_for(shard.spec, rows)
+            dist.barrier()
+            train(keeper, shard, rows, step)
+            times.append(time.perf_counter() - started)
+        return times
+
+    usual = run(args.steps)
+    keeper.flush()
+    exact = shard.weight.clone()
+    dist.barrier()
+    stopped = keeper.rebuild([1]).seconds
+    keeper.encode()
+    dist.barrier()
+    if rank == 1:
+        shard.weight.fill_(float("nan"))
+    started = time.perf_counter()
+    keeper.rebuild([1], behind=True)
+    began = time.perf_counter() - started
+    degraded = keeper.degraded
+    assert degraded is not None
+    first, during = run(1)[0], run(0)
+    seconds = time.perf_counter() - started
+    keeper.join()
+    untouched = torch.ones(len(exact), dtype=torch.bool)
+    for late in range(step - len(during), step + 1):
+        untouched[lookups(args, rank, late)] = False
+    assert torch.equal(shard.weight[untouched], exact[untouched])
+    lost = seconds - statistics.median(usual) * (1 + len(during))
+    return {
+        "stop_s": stopped,
+        "first_step_s": began + first,
+        "steps": 1.0 + len(during),
+        "seconds": seconds,
+        "usual_step_ms": 1e3 * statistics.median(usual),
+        "lost_s": lost,
+        "throughput": 1 - lost / seconds,
+        "blocks": float(degraded.demanded),
+        "waited_s": degraded.waited_s,
+    }
+
+
 def store(shard: Shard, table: TableSpec, folder: Path) -> dict[str, float]:
     """Save this rank's shard as a version of its own, and read it back: all ranks at once, from the page cache."""
     name, rows = f"t{shard.spec.owner}", shard.spec.rows
@@ -205,6 +260,9 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
             keeper.encode()
             dist.barrier()
             results["recovering"] = recovering(keeper, shard, args, rank)
+            keeper.encode()
+            dist.barrier()
+            results["behind"] = behind(keeper, shard, args, rank)
         keeper.close()  # the run without parity changes rows untracked
         dist.barrier()
         again = run_mode(None, shard, args, rank)
