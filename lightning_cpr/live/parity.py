@@ -1,8 +1,8 @@
 """Parity in a running Trainer: which rows a step is about to change, when exchanges are due, and what is reported.
 
-Rows are kept when the backward of a batch reaches their lookup, which is right before fbgemm updates them. An exchange
-is due at the end of a step: inside the strategy's step where a lost process is replaced in place (`live.step_back`),
-else in ``on_train_batch_end``, before the callbacks of the user.
+Rows are kept by a thread, from their lookup on; the backward of the batch waits for it where it reaches that lookup,
+which is right before fbgemm updates them. An exchange is due at the end of a step: inside the strategy's step where a
+lost process is replaced in place (`live.step_back`), else in ``on_train_batch_end``, before the callbacks of the user.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_cpr._lightning import Callback, pl
 from lightning_cpr.errors import RecoveryError
@@ -24,12 +24,13 @@ from lightning_cpr.job.job import Job
 from lightning_cpr.job.samples import batch_size, batches_trained
 from lightning_cpr.recovery.election import LostPeerError
 from lightning_cpr.recovery.parity.agree import RankState, agree
+from lightning_cpr.recovery.parity.ahead import Coming
 from lightning_cpr.recovery.parity.channel import Channel, open_channel
 from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.recovery.parity.keeper import ParityKeeper, Point
 from lightning_cpr.recovery.plan import Source
 from lightning_cpr.spec import ShardSpec
-from lightning_cpr.tables.lookup import LookupHook, register_lookup_hook
+from lightning_cpr.tables.lookup import Looked, LookupHook, Then, by_shard
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class ParityGuard(Callback):
             self.config, job.shards, job.specs, job.plan, hosts, job.rank, self._open_channel, self._probe
         )
         self._dense = [s.spec for s in job.shards if not s.spec.replicated and not job.specs[s.spec.table].row_sparse]
-        self._hook = register_lookup_hook(job.module, self._touch, when="backward")
+        self._hook = LookupHook(job.module, self._look)
 
     def _begin(self, step: int, reason: str) -> None:
         keeper, self._restart = self._required, ""
@@ -178,11 +179,17 @@ class ParityGuard(Callback):
 
     # Upkeep
 
-    def _touch(self, spec: ShardSpec, ids: Tensor) -> None:
+    def _look(self, looked: Looked) -> Then | None:
+        if self._keeper is None or not looked.total:
+            return None
+        coming = self._keeper.look_ahead(looked.values, lambda: ((spec, ids) for spec, ids, _ in by_shard([looked])))
+        return partial(self._touch, coming)
+
+    def _touch(self, coming: Coming) -> None:
         if self._keeper is None:
             return
         try:
-            self._keeper.before_step({spec: ids})
+            self._keeper.before_step(coming)
         except RecoveryError as error:
             if self._in_place:
                 raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +23,6 @@ from lightning_cpr.tables.shards import global_shards
 
 LookupFn = Callable[[ShardSpec, Tensor], None]
 """``fn(shard, ids)``; ids: int64 ``[n]``, row numbers within the shard, duplicates kept; nobody changes them later."""
-
-When = Literal["lookup", "backward"]
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,17 @@ class Looked:
         return self.ends[-1] if self.parts and not self.parts[0].shard.replicated else 0
 
 
-class LookupHook:
-    """Calls ``fn`` with each batch's ids in each lookup of a model: at once, or `when` its backward has run."""
+Then = Callable[[], None]
 
-    def __init__(self, model: nn.Module, fn: Callable[[Looked], None], when: When) -> None:
+
+class LookupHook:
+    """Calls ``fn`` with each batch's ids in each lookup of a model, right after it. What ``fn`` returns is called when
+    the backward has reached that lookup, however much earlier a pipeline looked up.
+    """
+
+    def __init__(self, model: nn.Module, fn: Callable[[Looked], Then | None]) -> None:
         self._model = model
         self._fn = fn
-        self._when = when
         self._hooked: dict[int, tuple[Any, RemovableHandle]] = {}
         self._collections: list[Any] = []
         self.rechain()
@@ -102,37 +104,33 @@ class LookupHook:
 
     def _on_lookup(self, parts: list[_Part], features: Any, output: Any) -> None:
         # Without a gradient no row can change: validation, prediction, a warm-up forward.
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not output.requires_grad:
             return
         lengths = iter(features.length_per_key())
         ends = list(accumulate(sum(islice(lengths, part.features)) for part in parts))
         # A copy: who is told may keep them, and a pipeline may write the next batch where this one lies.
         looked = Looked(parts, features.values().to(torch.int64, copy=True), ends)
-        if self._when == "lookup":
-            self._fn(looked)
-        elif output.requires_grad:
-            # The graph keeps the ids: a batch whose backward never runs takes them along.
-            output.register_hook(lambda gradient: self._fn(looked))
+        then = self._fn(looked)
+        if then is not None:
+            # The graph keeps it, and so the ids: a batch whose backward never runs takes them along.
+            output.register_hook(lambda gradient: then())
 
 
-def register_lookup_hook(model: nn.Module, fn: LookupFn, when: When = "lookup") -> LookupHook:
-    """Calls ``fn(shard, local_row_ids)`` for each training lookup, once per table shard that got ids.
+def register_lookup_hook(model: nn.Module, fn: LookupFn) -> LookupHook:
+    """Calls ``fn(shard, local_row_ids)`` for each training lookup, once per table shard that got ids, right after the
+    lookup: before the backward that will change the rows.
 
     Several features of a table arrive together; a feature that feeds several tables arrives at each. An id that the
     kernel clamps to row 0 (negative, or beyond the shard) is told as 0. For a data-parallel table the ids are those of
     this rank's batch alone, though the gradients of all ranks reach its rows.
-
-    when: ``"lookup"``: right after the lookup, before the backward that will change the rows. ``"backward"``: when that
-    backward has reached the lookup, however much earlier a pipeline looked up; then each shard is told of every batch,
-    also with no ids.
     """
 
     def tell(looked: Looked) -> None:
         for shard, ids, _ in by_shard([looked]):
-            if when == "backward" or len(ids):
+            if len(ids):
                 fn(shard, ids)
 
-    return LookupHook(model, tell, when)
+    return LookupHook(model, tell)
 
 
 def by_shard(batches: Sequence[Looked]) -> Iterator[tuple[ShardSpec, Tensor, Sequence[int]]]:
