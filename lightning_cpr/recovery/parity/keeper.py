@@ -3,7 +3,8 @@
 Call order, each call on every rank at the same step::
 
     keeper = ParityKeeper(...); keeper.start(step)              # job start, restore from the store, new sharding
-    keeper.before_step(touched); <the step>; keeper.after_step(step)
+    coming = keeper.look_ahead(...)                             # as early as the rows are known
+    keeper.before_step(coming); <the step>; keeper.after_step(step)
     keeper.hold() on survivors, keeper = ParityKeeper(...) on a replacement
     keeper.stand_at(exchange) on survivors                      # where nothing is to be lost
     keeper.rebuild(lost) on all ranks
@@ -264,7 +265,7 @@ class ParityKeeper:
             self.flush()
 
     def close(self) -> None:
-        """Finish the exchange under way and end the thread."""
+        """Finish the exchange under way and end the threads."""
         self._quit_exchange(abort=False)
         self._ahead.close()
         self._worker.shutdown()
@@ -358,7 +359,7 @@ class ParityKeeper:
             self._join()
             number = self._progress.closed + 1
             every = self.config.scrub_every if self._encoded else 0
-            self._closed = self._owner.close(number, encode_bytes, every)
+            self._closed = self._owner.close(number, encode_bytes)
             self._progress.closed = number
             self._points[number] = self._now
             self._inflight = self._worker.submit(self._background, self._closed, self._channel, every)
