@@ -60,8 +60,9 @@ class Ahead:
 
     def settle(self) -> None:
         """Before rows change by other means than steps: none of those handed over so far are touched after this."""
+        self._settled += 1  # first: no other touch begins while this waits
         with self._at_work:
-            self._settled += 1
+            pass
 
     def close(self) -> None:
         """End the thread."""

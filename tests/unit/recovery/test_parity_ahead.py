@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -174,7 +175,10 @@ def test_nothing_is_touched_once_it_is_settled(rank: Rank) -> None:
     gate, late = Gate(rank, [7]), rank.look([8])
     settled = threading.Thread(target=rank.ahead.settle)
     settled.start()
-    settled.join(0.05)
+    deadline = time.monotonic() + WAIT_S
+    while not rank.ahead._settled:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     assert settled.is_alive()
     gate.open.set()
     settled.join(WAIT_S)
