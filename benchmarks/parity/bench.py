@@ -53,14 +53,16 @@ def lookups(args: argparse.Namespace, rank: int, step: int) -> torch.Tensor:
 
 def train(keeper: ParityKeeper | None, shard: Shard, rows: torch.Tensor, step: int) -> float:
     """Seconds of a step: a dense part that takes about as long as a small DLRM's, then row-wise Adagrad on the touched
-    rows. Parity keeps them between the two, where a backward reaches the lookup."""
+    rows. Parity hears of them before the dense part, where a forward looks up, and has kept them by the end of it,
+    where a backward reaches the lookup."""
     dense, started = torch.full((384, 384), 1e-3), time.perf_counter()
     if keeper:
         keeper.wait_for(shard.spec, rows)
+    coming = keeper.look_ahead(rows, lambda: [(shard.spec, rows)]) if keeper else None
     for _ in range(4):
         dense = torch.tanh(dense @ dense)
-    if keeper:
-        keeper.before_step({shard.spec: rows})
+    if keeper and coming:
+        keeper.before_step(coming)
     unique = rows.unique()
     gradient = torch.full((unique.numel(), WIDTH), 1e-3)
     shard.states["sum"][unique] += gradient.square().mean(1)

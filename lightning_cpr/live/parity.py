@@ -1,8 +1,8 @@
 """Parity in a running Trainer: which rows a step is about to change, when exchanges are due, and what is reported.
 
-Rows are kept when the backward of a batch reaches their lookup, which is right before fbgemm updates them. An exchange
-is due at the end of a step: inside the strategy's step where a lost process is replaced in place (`live.step_back`),
-else in ``on_train_batch_end``, before the callbacks of the user.
+Rows are kept by a thread, from their lookup on; the backward of the batch waits for it where it reaches that lookup,
+which is right before fbgemm updates them. An exchange is due at the end of a step: inside the strategy's step where a
+lost process is replaced in place (`live.step_back`), else in ``on_train_batch_end``, before the callbacks of the user.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_cpr._lightning import Callback, pl
 from lightning_cpr.errors import RecoveryError
@@ -25,13 +26,14 @@ from lightning_cpr.job.samples import batch_size, batches_trained
 from lightning_cpr.pipeline import PipelinedModule
 from lightning_cpr.recovery.election import LostPeerError
 from lightning_cpr.recovery.parity.agree import RankState, agree
+from lightning_cpr.recovery.parity.ahead import Coming
 from lightning_cpr.recovery.parity.channel import Channel, open_channel
 from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.recovery.parity.degraded import DegradedRebuild
 from lightning_cpr.recovery.parity.keeper import ParityKeeper, Point
 from lightning_cpr.recovery.plan import Source
 from lightning_cpr.spec import ShardSpec
-from lightning_cpr.tables.lookup import LookupHook, register_lookup_hook
+from lightning_cpr.tables.lookup import Looked, LookupHook, Then, before_lookups, by_shard
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +75,7 @@ class ParityGuard(Callback):
         self._whole = True  # as far as the keeper of before knew
         self._degraded: DegradedRebuild | None = None  # a rebuild behind the training, until its end is told
         self._came = 0.0  # when it began
-        self._reads: LookupHook | None = None  # of a replacement's rows, until all are back
+        self._reads: list[RemovableHandle] = []  # the lookups of a replacement wait, until all its rows are back
 
     @property
     def active(self) -> bool:
@@ -151,7 +153,7 @@ class ParityGuard(Callback):
             self.config, job.shards, job.specs, job.plan, hosts, job.rank, self._open_channel, self._probe
         )
         self._dense = [s.spec for s in job.shards if not s.spec.replicated and not job.specs[s.spec.table].row_sparse]
-        self._hook = register_lookup_hook(job.module, self._touch, when="backward")
+        self._hook = LookupHook(job.module, self._look)
 
     def _begin(self, step: int, reason: str) -> None:
         keeper, self._restart = self._required, ""
@@ -185,18 +187,25 @@ class ParityGuard(Callback):
             self._whole = keeper.whole
             keeper.abort()
             keeper.close()
-        for hook in (self._hook, self._reads):
-            if hook is not None:
-                hook.remove()
-        self._hook = self._reads = self._degraded = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._degraded = None
+        self._wait_no_more()
 
     # Upkeep
 
-    def _touch(self, spec: ShardSpec, ids: Tensor) -> None:
+    def _look(self, looked: Looked) -> Then | None:
+        if self._keeper is None or not looked.total:
+            return None
+        coming = self._keeper.look_ahead(looked.values, lambda: ((spec, ids) for spec, ids, _ in by_shard([looked])))
+        return partial(self._touch, coming)
+
+    def _touch(self, coming: Coming) -> None:
         if self._keeper is None:
             return
         try:
-            self._keeper.before_step({spec: ids})
+            self._keeper.before_step(coming)
         except RecoveryError as error:
             if self._in_place:
                 raise
@@ -343,7 +352,7 @@ class ParityGuard(Callback):
             self._came = time.monotonic()
             self._emit("rows_come_back", step=rebuilt.point.step, failed=list(failed))
         if not keeper.whole:
-            self._reads = register_lookup_hook(self._job.module, keeper.wait_for, when="before")
+            self._reads = before_lookups(self._job.module, keeper.wait_for)
         self._tell(rebuilt.point.step, "lost parity is encoded anew")
         return sum(spec.rows for spec in rebuilt.restored), rebuilt.nbytes
 
@@ -367,13 +376,16 @@ class ParityGuard(Callback):
         if done is None or not done.finished:
             return
         self._degraded = None
-        if self._reads is not None:
-            self._reads.remove()
-            self._reads = None
+        self._wait_no_more()
         self._emit(
             "rows_are_back", step=step, seconds=round(time.monotonic() - self._came, 6), blocks=done.demanded,
             waited_s=done.waited_s,
         )  # fmt: skip
+
+    def _wait_no_more(self) -> None:
+        for handle in self._reads:
+            handle.remove()
+        self._reads = []
 
     # Reports
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +23,6 @@ from lightning_cpr.tables.shards import global_shards
 
 LookupFn = Callable[[ShardSpec, Tensor], None]
 """``fn(shard, ids)``; ids: int64 ``[n]``, row numbers within the shard, duplicates kept; nobody changes them later."""
-
-When = Literal["before", "lookup", "backward"]
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,17 @@ class Looked:
         return self.ends[-1] if self.parts and not self.parts[0].shard.replicated else 0
 
 
-class LookupHook:
-    """Calls ``fn`` with each batch's ids in each lookup: before or after it, or `when` its backward has run."""
+Then = Callable[[], None]
 
-    def __init__(self, model: nn.Module, fn: Callable[[Looked], None], when: When) -> None:
+
+class LookupHook:
+    """Calls ``fn`` with each batch's ids in each lookup of a model, right after it. What ``fn`` returns is called when
+    the backward has reached that lookup, however much earlier a pipeline looked up.
+    """
+
+    def __init__(self, model: nn.Module, fn: Callable[[Looked], Then | None]) -> None:
         self._model = model
         self._fn = fn
-        self._when = when
         self._hooked: dict[int, tuple[Any, RemovableHandle]] = {}
         self._collections: list[Any] = []
         self.rechain()
@@ -79,7 +81,7 @@ class LookupHook:
         current = _lookup_parts(self._model)
         for lookup, parts in current:
             if not self._is_hooked(lookup):
-                self._hooked[id(lookup)] = (lookup, self._register(lookup, parts))
+                self._hooked[id(lookup)] = (lookup, lookup.register_forward_hook(self._hook(parts)))
         alive = {id(lookup) for lookup, _ in current}
         for key in self._hooked.keys() - alive:
             self._hooked.pop(key)[1].remove()
@@ -92,51 +94,60 @@ class LookupHook:
 
     def _is_hooked(self, lookup: nn.Module) -> bool:
         known = self._hooked.get(id(lookup))
-        hooks = lookup._forward_pre_hooks if self._when == "before" else lookup._forward_hooks
-        return known is not None and known[1].id in hooks
+        return known is not None and known[1].id in lookup._forward_hooks
 
-    def _register(self, lookup: nn.Module, parts: list[_Part]) -> RemovableHandle:
-        def on_lookup(lookup: nn.Module, inputs: tuple[Any, ...], output: Any = None) -> None:
+    def _hook(self, parts: list[_Part]) -> Callable[..., None]:
+        def on_lookup(lookup: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             self._on_lookup(parts, inputs[0], output)
 
-        if self._when == "before":
-            return lookup.register_forward_pre_hook(on_lookup)
-        return lookup.register_forward_hook(on_lookup)
+        return on_lookup
 
     def _on_lookup(self, parts: list[_Part], features: Any, output: Any) -> None:
         # Without a gradient no row can change: validation, prediction, a warm-up forward.
-        if not torch.is_grad_enabled() and self._when != "before":
+        if not torch.is_grad_enabled() or not output.requires_grad:
             return
-        lengths = iter(features.length_per_key())
-        ends = list(accumulate(sum(islice(lengths, part.features)) for part in parts))
-        # A copy: who is told may keep them, and a pipeline may write the next batch where this one lies.
-        looked = Looked(parts, features.values().to(torch.int64, copy=True), ends)
-        if self._when != "backward":
-            self._fn(looked)
-        elif output.requires_grad:
-            # The graph keeps the ids: a batch whose backward never runs takes them along.
-            output.register_hook(lambda gradient: self._fn(looked))
+        then = self._fn(_looked(parts, features))
+        if then is not None:
+            # The graph keeps it, and so the ids: a batch whose backward never runs takes them along.
+            output.register_hook(lambda gradient: then())
 
 
-def register_lookup_hook(model: nn.Module, fn: LookupFn, when: When = "lookup") -> LookupHook:
-    """Calls ``fn(shard, local_row_ids)`` for each training lookup, once per table shard that got ids.
+def _looked(parts: list[_Part], features: Any) -> Looked:
+    lengths = iter(features.length_per_key())
+    ends = list(accumulate(sum(islice(lengths, part.features)) for part in parts))
+    # A copy: who is told may keep them, and a pipeline may write the next batch where this one lies.
+    return Looked(parts, features.values().to(torch.int64, copy=True), ends)
+
+
+def before_lookups(model: nn.Module, fn: LookupFn) -> list[RemovableHandle]:
+    """Calls ``fn`` as `register_lookup_hook` does, but before the rows are read, and in every forward: that of a
+    validation reads them too."""
+
+    def hook(parts: list[_Part]) -> Callable[..., None]:
+        def on_lookup(lookup: nn.Module, inputs: tuple[Any, ...]) -> None:
+            for shard, ids, _ in by_shard([_looked(parts, inputs[0])]):
+                fn(shard, ids)
+
+        return on_lookup
+
+    return [lookup.register_forward_pre_hook(hook(parts)) for lookup, parts in _lookup_parts(model)]
+
+
+def register_lookup_hook(model: nn.Module, fn: LookupFn) -> LookupHook:
+    """Calls ``fn(shard, local_row_ids)`` for each training lookup, once per table shard that got ids, right after the
+    lookup: before the backward that will change the rows.
 
     Several features of a table arrive together; a feature that feeds several tables arrives at each. An id that the
     kernel clamps to row 0 (negative, or beyond the shard) is told as 0. For a data-parallel table the ids are those of
     this rank's batch alone, though the gradients of all ranks reach its rows.
-
-    when: ``"before"``: right before the lookup reads the rows, of validation and other forwards without a gradient too.
-    ``"lookup"``: right after it, before the backward that will change the rows. ``"backward"``: when that
-    backward has reached the lookup, however much earlier a pipeline looked up; then each shard is told of every batch,
-    also with no ids.
     """
 
     def tell(looked: Looked) -> None:
         for shard, ids, _ in by_shard([looked]):
-            if when == "backward" or len(ids):
+            if len(ids):
                 fn(shard, ids)
 
-    return LookupHook(model, tell, when)
+    return LookupHook(model, tell)
 
 
 def by_shard(batches: Sequence[Looked]) -> Iterator[tuple[ShardSpec, Tensor, Sequence[int]]]:

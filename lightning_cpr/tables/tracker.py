@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -138,7 +139,7 @@ class RowTracker:
         self.updates = 0
         self._taken: tuple[str, dict[ShardSpec, _Taken]] | None = None
         self.adopt(shards)
-        self._hook = LookupHook(model, self._observe, when="backward")
+        self._hook = LookupHook(model, lambda looked: partial(self._observe, looked))
 
     def adopt(self, shards: Iterable[Shard]) -> None:
         """Track these shards instead, every row dirty."""

@@ -69,7 +69,7 @@ def run_exchange(
     number = closed.exchange
     closed.take()
     probe("closed", number)
-    outgoing = owner.messages(closed)
+    outgoing = owner.messages(closed, scrub_every)
     rows = sum(change.rows.numel() for change in closed.changes.values())
     unfinished = owner.unfinished
     probe("packed", number)

@@ -125,6 +125,11 @@ class _Line:
     end: int
 
 
+def protectable(spec: ShardSpec) -> bool:
+    """Whether a shard needs parity: it has rows, and no other rank has them."""
+    return spec.rows > 0 and not spec.replicated
+
+
 def plan_parity(
     config: ParityConfig, specs: Sequence[ShardSpec], tables: Mapping[str, TableSpec], hosts: Sequence[str]
 ) -> ParityPlan:
@@ -187,7 +192,7 @@ def _lay_out(specs: Sequence[ShardSpec], tables: Mapping[str, TableSpec], units:
     lines, position = [], 0
     for rank in sorted(range(len(units)), key=lambda r: (first[units[r]], r)):
         start, shards = position, []
-        mine = [s for s in specs if s.owner == rank and s.rows and not s.replicated]
+        mine = [s for s in specs if s.owner == rank and protectable(s)]
         for spec in sorted(mine, key=lambda s: (s.table, s.row_start, s.col_start)):
             words = record_of(tables[spec.table], spec).words
             shards.append((spec, words, position))

@@ -3,7 +3,8 @@
 Call order, each call on every rank at the same step::
 
     keeper = ParityKeeper(...); keeper.start(step)              # job start, restore from the store, new sharding
-    keeper.before_step(touched); <the step>; keeper.after_step(step)
+    coming = keeper.look_ahead(...)                             # as early as the rows are known
+    keeper.before_step(coming); <the step>; keeper.after_step(step)
     keeper.hold() on survivors, keeper = ParityKeeper(...) on a replacement
     keeper.stand_at(exchange) on survivors                      # where nothing is to be lost
     keeper.rebuild(lost) on all ranks
@@ -28,11 +29,12 @@ from torch import Tensor
 from lightning_cpr.errors import ConfigError, RecoveryError
 from lightning_cpr.recovery.parity.absent import Absent
 from lightning_cpr.recovery.parity.agree import RankState, agree, holder_move, owner_move
+from lightning_cpr.recovery.parity.ahead import Ahead, Coming, Told
 from lightning_cpr.recovery.parity.channel import Channel, swap_values
 from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.recovery.parity.degraded import DegradedRebuild
 from lightning_cpr.recovery.parity.exchange import Outcome, Probe, Progress, run_exchange
-from lightning_cpr.recovery.parity.groups import plan_parity
+from lightning_cpr.recovery.parity.groups import plan_parity, protectable
 from lightning_cpr.recovery.parity.holder import ParityHolder
 from lightning_cpr.recovery.parity.meter import Meter
 from lightning_cpr.recovery.parity.owner import Closed, ParityOwner
@@ -100,8 +102,8 @@ class ParityKeeper:
         self.plan = plan_parity(config, specs, tables, hosts)
         for warning in self.plan.warnings if rank == 0 else ():
             log.warning("parity: %s", warning)
-        known = {spec for spec in specs if spec.owner == rank and _protectable(spec)}
-        strays = known ^ {shard.spec for shard in shards if _protectable(shard.spec)}
+        known = {spec for spec in specs if spec.owner == rank and protectable(spec)}
+        strays = known ^ {shard.spec for shard in shards if protectable(shard.spec)}
         if strays:
             raise ConfigError(
                 f"parity: rank {rank} and the list of all shards disagree on {strays}; pass both complete"
@@ -109,7 +111,7 @@ class ParityKeeper:
         windows = {
             shard.spec: Window(ShardRows(shard, record_of(tables[shard.spec.table], shard.spec)))
             for shard in shards
-            if _protectable(shard.spec)
+            if protectable(shard.spec)
         }
         self._owner = ParityOwner(self.plan, rank, windows)
         self._holder = ParityHolder(self.plan, rank)
@@ -126,11 +128,12 @@ class ParityKeeper:
         self._now = Point(0, 0)
         self._encoded = False
         self._bytes = dict.fromkeys(range(len(hosts)), 0)
-        for spec in filter(_protectable, specs):
+        for spec in filter(protectable, specs):
             self._bytes[spec.owner] += WORD * spec.rows * record_of(tables[spec.table], spec).words
         self._shard_bytes = self._bytes[rank]
         self._pace = EncodePace(self._shard_bytes, config.encode_mb << 20)
         self._meter = Meter()
+        self._ahead = Ahead(windows)
 
     # State
 
@@ -204,20 +207,33 @@ class ParityKeeper:
         self._now = Point(step, samples)
         self._points = {0: self._now}
 
-    def before_step(self, touched: Mapping[ShardSpec, Tensor | None]) -> None:
+    def look_ahead(self, ids: Tensor, rows: Callable[[], Told]) -> Coming:
+        """Begin to keep the bits of rows that a later step changes, on a thread. Give `before_step` what this returns.
+
+        Args:
+            ids: as the lookup got them; nobody changes them any more.
+            rows: makes of them int64 shard-local row numbers by shard, repeats allowed; from any thread, maybe twice.
+        """
+        with self._meter.timed("unhidden"):
+            return self._ahead.hand_over(ids, rows, self._meter)
+
+    def before_step(self, touched: Mapping[ShardSpec, Tensor | None] | Coming) -> None:
         """Keep the bits of rows that the coming step changes.
 
         Args:
-            touched: int64 shard-local row numbers by shard, repeats allowed; None: any row may change. May be called
-                several times a step, always before the rows change.
+            touched: int64 shard-local row numbers by shard, repeats allowed; None: any row may change. Or what
+                `look_ahead` said. May be called several times a step, always before the rows change.
 
         Raises:
             RecoveryError: the exchange under way broke on this rank before it had read its rows.
         """
         with self._meter.timed("unhidden"):
             self.let_rows_change()
+            if isinstance(touched, Coming):
+                self._ahead.finish(touched)
+                return
             for spec, rows in touched.items():
-                if _protectable(spec):
+                if protectable(spec):
                     self._owner.windows[spec].touch(rows)
 
     def wait_for(self, spec: ShardSpec, rows: Tensor) -> None:
@@ -280,8 +296,9 @@ class ParityKeeper:
             self.flush()
 
     def close(self) -> None:
-        """Finish the exchange under way and end the thread."""
+        """Finish the exchange under way and end the threads."""
         self._quit_exchange(abort=False)
+        self._ahead.close()
         self._worker.shutdown()
 
     # Failure
@@ -392,7 +409,7 @@ class ParityKeeper:
                 self._absent.go_on()
             number = self._progress.closed + 1
             every = self.config.scrub_every if self._encoded else 0
-            self._closed = self._owner.close(number, 0 if self.degraded else encode_bytes, every)
+            self._closed = self._owner.close(number, 0 if self.degraded else encode_bytes)
             self._progress.closed = number
             self._points[number] = self._now
             self._inflight = self._worker.submit(self._background, self._closed, self._channel, every)
@@ -450,6 +467,7 @@ class ParityKeeper:
         if abort:
             self.abort()
             self._channel = None
+        self._ahead.settle()
         try:
             self._join()
         except RecoveryError as error:
@@ -489,7 +507,3 @@ class ParityKeeper:
                 f"parity: {len(refused)} pieces ({refused[:5]}...) did not decode to what their owners published "
                 f"and were refused. Restore the lost shards from the store, then start the protection anew"
             )
-
-
-def _protectable(spec: ShardSpec) -> bool:
-    return spec.rows > 0 and not spec.replicated

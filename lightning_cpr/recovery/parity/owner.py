@@ -88,8 +88,8 @@ class ParityOwner:
         ]
         self._count_unfinished()
 
-    def close(self, exchange: int, encode_bytes: int, scrub_every: int) -> Closed:
-        """Close all windows and choose the slices of this exchange. Runs between two steps, and copies nothing.
+    def close(self, exchange: int, encode_bytes: int) -> Closed:
+        """Close all windows and choose what this exchange encodes. Runs between two steps, and copies nothing.
 
         Args:
             encode_bytes: how much of the rows that are not in parity yet enters it; a row at least, unless it is 0.
@@ -100,15 +100,15 @@ class ParityOwner:
             self._cursors = closed.cursors_after = {h: [c.clone() for c in found] for h, found in self._cursors.items()}
             closed.encoded = self._encode(encode_bytes)
             self._count_unfinished()
-        for holder, number, i, part, _ in self._scrub_due(exchange, scrub_every):
-            if int(closed.cursors_before[holder][number][i]) == part.row_hi:
-                closed.live.append((holder, number, i))
         return closed
 
-    def messages(self, closed: Closed) -> list[Tensor]:
+    def messages(self, closed: Closed, scrub_every: int) -> list[Tensor]:
         """One message a rank, of an exchange that is taken. Training may go on meanwhile."""
         for change in closed.changes.values():
             change.tidy()
+        for holder, number, i, part, _ in self._scrub_due(closed.exchange, scrub_every):
+            if int(closed.cursors_before[holder][number][i]) == part.row_hi:
+                closed.live.append((holder, number, i))
         drafts: list[list[Draft]] = [[] for _ in range(self._plan.world)]
         for holder, routes in self._routes.items():
             drafts[holder] = [self._draft(closed, holder, number, route) for number, route in enumerate(routes)]

@@ -1,13 +1,20 @@
 """What the owner of a shard keeps: the bits that its rows had at the last exchange, for each row touched since.
 
-Two threads meet here. The training thread calls `Window.touch` and `Window.close`; the exchange's thread calls
-`Change.take` before the next touch, and `Window.read` at any time: a row's first bits are kept before its slot says so,
-and that before the row changes, so that `read`, which looks at the row first and at the slot then, never misses them.
+A row changes only after a touch of it has ended in the window that is open, and a touch reads only rows that no touch
+before it named in that window. So what it reads has not changed since the window opened: however long before the change
+it runs, and whatever other rows change meanwhile.
+
+Three threads meet here. Touches come from the training thread and from `ahead`'s, all else that says what a window
+keeps from the training thread: one at a time. The exchange's thread calls `Change.take` before rows change again, and
+`Window.read` at any time: a row's first bits are kept before its slot says so, and that before the row changes, so that
+`read`, which looks at the row first and at the slot then, never misses them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
+from threading import Lock
 
 import numpy as np
 import torch
@@ -17,6 +24,7 @@ from lightning_cpr.recovery.parity.records import ShardRows
 
 _TAKE_ROWS = 1024  # as many as stay in the processor's cache
 _MAX_SLOT = 1 << 30
+_numbers = count()
 
 
 @dataclass
@@ -99,7 +107,10 @@ class _Touched:
 
 class Window:
     """The first-touch bits of one shard since the last exchange. Memory: 4 bytes a row, and twice the touched rows: of
-    this window and of the one before, which is under way."""
+    this window and of the one before, which is under way.
+
+    ``number``: which window is open; no two windows, of whatever shards, have the same.
+    """
 
     def __init__(self, rows: ShardRows) -> None:
         self._shard = rows
@@ -108,6 +119,8 @@ class Window:
         self._first = 0
         self._count = 0
         self._touched, self._spare = _Touched(rows), _Touched(rows)
+        self._lock = Lock()
+        self.number = next(_numbers)
 
     @property
     def nbytes(self) -> int:
@@ -118,8 +131,8 @@ class Window:
         """The rows that this window keeps, int64, in the order of their first touch."""
         return self._touched.rows[: self._count]
 
-    def touch(self, rows: Tensor | None) -> None:
-        """Keep the rows' bits if this is their first touch. Call before they change.
+    def touch(self, rows: Tensor | None) -> int:
+        """Keep the rows' bits if this is their first touch; the number of the window that has them now.
 
         Args:
             rows: int64 shard-local numbers, in any order, repeats allowed. None: every row.
@@ -128,23 +141,24 @@ class Window:
             IndexError: the shard has no such row.
         """
         slots = self._slot.numpy()
-        if rows is None:
-            fresh = np.flatnonzero(slots < self._first)
-        else:
+        if rows is not None:
             ordered = np.sort(rows.detach().reshape(-1).to("cpu", torch.int64).numpy())
             if ordered.size and not 0 <= ordered[0] <= ordered[-1] < slots.size:
                 raise IndexError(f"parity: rows {ordered[0]} to {ordered[-1]} were touched of {slots.size}")
             distinct = np.ones(ordered.size, dtype=bool)
             np.not_equal(ordered[1:], ordered[:-1], out=distinct[1:])
-            fresh = ordered[distinct]
-            fresh = fresh[slots.take(fresh) < self._first]
-        self._add(torch.from_numpy(fresh))
+            named = ordered[distinct]
+        with self._lock:
+            fresh = np.flatnonzero(slots < self._first) if rows is None else named[slots.take(named) < self._first]
+            self._add(torch.from_numpy(fresh))
+            return self.number
 
     def close(self) -> Change:
         """Start a new window: what changed in this one, once it is taken."""
-        kept, end = self._touched, self._count
-        self._touched, self._spare = self._spare, kept
-        self.restart()
+        with self._lock:
+            kept, end = self._touched, self._count
+            self._touched, self._spare = self._spare, kept
+            self._open()
         return Change(self._shard, kept.rows[:end], [field[:end] for field in kept.fields])
 
     def read(self, rows: slice | Tensor, out: Tensor | None = None) -> Tensor:
@@ -162,22 +176,29 @@ class Window:
     def reopen(self, change: Change) -> None:
         """Move the window's start back to before ``change``, the last one that was closed."""
         order = torch.arange(change.rows.numel()) if change.order is None else change.order
-        slots = self._slot[change.rows] - self._first
-        known, new = torch.nonzero(slots >= 0).view(-1), torch.nonzero(slots < 0).view(-1)
-        start = self._count
-        places = slots[known].long()
-        self._add(change.rows[new])
-        for before, bits in zip(self._touched.fields, change.fields, strict=True):
-            before[places] ^= bits[order[known]]
-            before[start : self._count] ^= bits[order[new]]
+        with self._lock:
+            slots = self._slot[change.rows] - self._first
+            known, new = torch.nonzero(slots >= 0).view(-1), torch.nonzero(slots < 0).view(-1)
+            start = self._count
+            places = slots[known].long()
+            self._add(change.rows[new])
+            for before, bits in zip(self._touched.fields, change.fields, strict=True):
+                before[places] ^= bits[order[known]]
+                before[start : self._count] ^= bits[order[new]]
 
     def roll_back(self) -> None:
         """Give the live shard the bits that it had when the window opened, and start a new window."""
-        self._shard.put(self.touched, [field[: self._count] for field in self._touched.fields])
-        self.restart()
+        with self._lock:
+            self._shard.put(self.touched, [field[: self._count] for field in self._touched.fields])
+            self._open()
 
     def restart(self) -> None:
         """Start a new window and forget what changed."""
+        with self._lock:
+            self._open()
+
+    def _open(self) -> None:
+        self.number = next(_numbers)
         self._first += self._count
         self._count = 0
         if self._first > _MAX_SLOT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from itertools import combinations
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_cpr.errors import ConfigError, RecoveryError
 from lightning_cpr.recovery.parity import code, groups
+from lightning_cpr.recovery.parity.ahead import Coming
 from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.recovery.parity.exchange import POINTS
 from lightning_cpr.recovery.parity.keeper import ParityKeeper, Rebuilt
@@ -31,7 +33,10 @@ from tests.parity_job import (
 
 
 class Job:
-    """All ranks of a job, driven in lockstep. ``history[step][rank]``: the bits after each step."""
+    """All ranks of a job, driven in lockstep. ``history[step][rank]``: the bits after each step.
+
+    Rows are handed over ahead: in the step itself, or in the one before, as by a pipeline.
+    """
 
     def __init__(self, config: ParityConfig, world: int = 5, layout: int | None = None) -> None:
         self.config, self.world = config, world
@@ -42,6 +47,7 @@ class Job:
         self.deaths: set[tuple[int, str, int]] = set()
         self.keepers = [self.keeper(rank) for rank in range(world)]
         self.step = 0
+        self.coming: dict[tuple[int, int], Coming] = {}  # by rank and step
         for keeper in self.keepers:
             keeper.start(0, samples=0)
         self.history = {0: [bits(shards) for shards in self.shards]}
@@ -64,11 +70,20 @@ class Job:
             probe,
         )
 
+    def look(self, rank: int, step: int) -> Coming:
+        touched = touched_rows(self.shards[rank], rank, step)
+        known = [(spec, rows) for spec, rows in touched.items() if rows is not None]
+        return self.keepers[rank].look_ahead(torch.empty(0), lambda: known)
+
     def compute(self) -> None:
         self.step += 1
         for rank, keeper in enumerate(self.keepers):
             touched = touched_rows(self.shards[rank], rank, self.step)
-            keeper.before_step(touched)
+            coming = self.coming.pop((rank, self.step), None) or self.look(rank, self.step)
+            if (rank + self.step) % 3 == 0:
+                self.coming[rank, self.step + 1] = self.look(rank, self.step + 1)
+            keeper.before_step(coming)
+            keeper.before_step({spec: None for spec, rows in touched.items() if rows is None})
             train(self.shards[rank], touched, rank, self.step)
         self.history[self.step] = [bits(shards) for shards in self.shards]
 
@@ -372,6 +387,35 @@ def test_traffic_counts_distinct_rows_of_an_interval() -> None:
         everywhere(lambda rank: job.keepers[rank]._join(), range(job.world))
         assert keeper.metrics()["rows"] - start == 2
     finally:
+        job.close()
+
+
+def test_rows_are_kept_ahead_while_the_exchange_has_not_read_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, take, go_on = Job(ParityConfig(k=4)), Change.take, threading.Event()
+
+    def slow(change: Change) -> None:
+        assert go_on.wait(20)
+        take(change)
+
+    try:
+        job.settle()
+        before = bits(job.shards[1])
+        monkeypatch.setattr(Change, "take", slow)
+        job.run(1)
+        coming = job.look(1, job.step + 1)
+        assert coming.job.result(20)
+        change = threading.Thread(target=lambda: job.keepers[1].before_step(coming))
+        change.start()
+        change.join(0.05)
+        assert change.is_alive()
+        go_on.set()
+        change.join(20)
+        assert not change.is_alive()
+        everywhere(lambda rank: job.keepers[rank].flush(), range(job.world))
+        job.check_parity()
+        assert bits(job.shards[1]) == job.history[job.step][1] != before
+    finally:
+        go_on.set()
         job.close()
 
 
