@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_cpr.errors import RecoveryError
-from lightning_cpr.recovery.parity import degraded, groups
-from lightning_cpr.recovery.parity.pace import EncodePace
+from lightning_cpr.recovery.parity import groups
+from lightning_cpr.recovery.parity.rebuild import Rebuild
 from lightning_cpr.spec import Shard, ShardSpec, StateSpec, TableSpec
 
 STATES = {
@@ -129,9 +130,16 @@ def train(shards: Sequence[Shard], touched: dict[ShardSpec, Tensor | None], rank
 
 
 def come_back_slowly() -> None:
-    """In this process, rows that come back behind the training are a few an exchange."""
+    """In this process, rows come back behind the training a few at a time, as over a slow network."""
     groups.MIN_PIECE_WORDS, groups.BLOCK_WORDS = 40, 5
-    degraded.EncodePace = lambda shard_bytes, limit: EncodePace(shard_bytes, limit=1)  # type: ignore[assignment,misc]
+    run = Rebuild.round
+
+    def slow_round(rebuild: Rebuild, now: Any, before: Any) -> None:
+        run(rebuild, now, before)
+        if now and now[0].wanted is None:
+            time.sleep(0.2)
+
+    Rebuild.round = slow_round  # type: ignore[method-assign]
 
 
 def bits(shards: Sequence[Shard]) -> list[bytes]:

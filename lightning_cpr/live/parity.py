@@ -30,7 +30,8 @@ from lightning_cpr.recovery.parity.ahead import Coming
 from lightning_cpr.recovery.parity.channel import Channel, open_channel
 from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.recovery.parity.degraded import DegradedRebuild
-from lightning_cpr.recovery.parity.keeper import ParityKeeper, Point
+from lightning_cpr.recovery.parity.exchanges import Point
+from lightning_cpr.recovery.parity.keeper import ParityKeeper
 from lightning_cpr.recovery.plan import Source
 from lightning_cpr.spec import ShardSpec
 from lightning_cpr.tables.lookup import Looked, LookupHook, Then, before_lookups, by_shard

@@ -128,7 +128,7 @@ def plain(world: int, root: Path, slowly: bool = False) -> list[dict[str, Any]]:
     return values
 
 
-@pytest.mark.parametrize(("world", "behind_mb"), [(2, 256), (4, 256), (4, 0)])
+@pytest.mark.parametrize(("world", "behind_mb"), [(2, 1024), (4, 1024), (4, 0)])
 def test_kills_at_every_point_change_no_bit(world: int, behind_mb: int, tmp_path: Path) -> None:
     """With 0 all rows come back behind the training."""
     reference = plain(world, tmp_path / "plain")

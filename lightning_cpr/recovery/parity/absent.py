@@ -14,8 +14,6 @@ from lightning_cpr.recovery.parity.groups import ParityPlan, Part
 from lightning_cpr.recovery.parity.window import Window
 from lightning_cpr.spec import ShardSpec
 
-POLL_S = 0.001
-
 
 class Absent:
     """Two threads meet here: the training thread says what it needs and waits, the exchanges' thread writes rows.
@@ -34,7 +32,7 @@ class Absent:
         self._places = _places(plan, rank)
         self._changed = threading.Condition()
         self._demands: list[tuple[ShardSpec, np.ndarray]] = []
-        self._stopped = self._hurried = False
+        self._stopped = False
 
     # The training thread
 
@@ -52,36 +50,22 @@ class Absent:
                 self._wait(lambda: not absent[missing].any(), (spec, missing))
 
     def wait_for_all(self) -> None:
-        """Return once all rows are back; until then nothing holds the background back.
+        """Return once all rows are back.
 
         Raises:
             RecoveryError: they will not come.
         """
         if self.rows:
-            self.hurry()
             self._wait(lambda: not self.rows)
 
-    def hurry(self) -> None:
-        """The training thread waits for all rows."""
-        with self._changed:
-            self._hurried = True
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """The training thread looks nothing up before `go_on`."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def go_on(self) -> None:
-        """Steps follow; the exchanges' thread is idle."""
-        self._stopped = self._hurried = False
+    def stop(self, stopped: bool) -> None:
+        """Whether the training thread waits for the exchanges' thread, and so looks nothing up."""
+        self._stopped = stopped
 
     def _wait(self, back: Callable[[], bool], *demands: tuple[ShardSpec, np.ndarray]) -> None:
         started = time.perf_counter()
         with self._changed:
             self._demands += demands
-            self._changed.notify_all()
             self._changed.wait_for(lambda: self.error is not None or back())
             failed = None if back() else self.error
         self.waited_s += time.perf_counter() - started
@@ -112,26 +96,14 @@ class Absent:
             self.error = error
             self._changed.notify_all()
 
-    def idle(self, timeout: float | None) -> bool:
-        """Wait until there is something to do but background work. Whether that is so from the start."""
-        with self._changed:
-            wanted = self._busy()
-            if not wanted:
-                self._changed.wait_for(self._busy, timeout)
-            return wanted
-
-    def _busy(self) -> bool:
-        return self._stopped or self._hurried or bool(self._demands)
-
-    def told(self) -> tuple[bool, bool, np.ndarray]:
-        """Whether the step is over, whether the training thread waits for everything, and the blocks that lookups wait
-        for: (piece, the part's number in the member, block), int64 ``[n, 3]``, increasing, none twice."""
+    def told(self) -> tuple[bool, np.ndarray]:
+        """Whether the step is over, and the blocks that lookups wait for: (piece, the part's number in the member,
+        block), int64 ``[n, 3]``."""
         with self._changed:
             demands, self._demands = self._demands, []
-            stopped, hurried = self._stopped, self._hurried
+            stopped = self._stopped
         found = [self._blocks(spec, rows) for spec, rows in demands]
-        blocks = np.concatenate([np.empty((0, 3), np.int64), *found])
-        return stopped, hurried, np.unique(blocks, axis=0)
+        return stopped, np.concatenate([np.empty((0, 3), np.int64), *found])
 
     def _blocks(self, spec: ShardSpec, rows: np.ndarray) -> np.ndarray:
         places = self._places[spec]

@@ -30,7 +30,7 @@ class ParityConfig:
     every_n_steps: int = 1
     scrub_every: int = 1000
     encode_mb: int = 64
-    behind_mb: int = 256
+    behind_mb: int = 1024
 
     def __post_init__(self) -> None:
         allowed = {

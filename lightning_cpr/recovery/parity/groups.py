@@ -24,7 +24,7 @@ from lightning_cpr.spec import ShardSpec, TableSpec
 MAX_PIECE_WORDS = (16 << 20) // WORD
 MIN_PIECE_WORDS = 1024
 PIECES_A_RANK = 8
-BLOCK_WORDS = 4096 // WORD
+BLOCK_WORDS = 2048 // WORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Part:
 
     @property
     def block_rows(self) -> int:
-        """Rows of one checksum block, about 4 KiB: the least that is decoded, and then verified, by itself."""
+        """Rows of one checksum block, about 2 KiB: the least that is decoded, and then verified, by itself."""
         return max(1, BLOCK_WORDS // self.width)
 
     @property

@@ -52,7 +52,7 @@ class _Incoming:
 
 
 class ParityHolder:
-    """One rank's parity. Memory: the parity, 8 bytes of checksum for each 4 KiB of each member, and the differences of
+    """One rank's parity. Memory: the parity, 8 bytes of checksum for each 2 KiB of each member, and the differences of
     the exchange that is not acknowledged yet.
 
     ``bad``: pieces whose checksums did not match; they are never decoded from.

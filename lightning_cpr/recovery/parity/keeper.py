@@ -20,24 +20,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from lightning_cpr.errors import ConfigError, RecoveryError
 from lightning_cpr.recovery.parity.absent import Absent
-from lightning_cpr.recovery.parity.agree import RankState, agree, holder_move, owner_move
+from lightning_cpr.recovery.parity.agree import RankState, agree
 from lightning_cpr.recovery.parity.ahead import Ahead, Coming, Told
 from lightning_cpr.recovery.parity.channel import Channel, swap_values
 from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.recovery.parity.degraded import DegradedRebuild
-from lightning_cpr.recovery.parity.exchange import Outcome, Probe, Progress, run_exchange
+from lightning_cpr.recovery.parity.exchange import Probe
+from lightning_cpr.recovery.parity.exchanges import Exchanges, Point
 from lightning_cpr.recovery.parity.groups import plan_parity, protectable
 from lightning_cpr.recovery.parity.holder import ParityHolder
-from lightning_cpr.recovery.parity.meter import Meter
-from lightning_cpr.recovery.parity.owner import Closed, ParityOwner
+from lightning_cpr.recovery.parity.owner import ParityOwner
 from lightning_cpr.recovery.parity.pace import EncodePace
 from lightning_cpr.recovery.parity.rebuild import Rebuild, plan_jobs
 from lightning_cpr.recovery.parity.records import WORD, ShardRows, record_of
@@ -47,19 +46,12 @@ from lightning_cpr.spec import Shard, ShardSpec, TableSpec
 log = logging.getLogger(__name__)
 
 
-class Point(NamedTuple):
-    """Where the job stood at an exchange."""
-
-    step: int
-    samples: int
-
-
 @dataclass(frozen=True)
 class Rebuilt:
     """What a rebuild reached: the lost ranks' shards hold the bits that they had at ``point``.
 
-    restored: this rank's shards that came back, empty on a survivor. nbytes, seconds: of this rank. absent: of its rows
-    those that are not back yet, where they come behind the training.
+    restored: this rank's shards that came back, or will, behind the training; empty on a survivor. nbytes, seconds: of
+    this rank, until then.
     """
 
     exchange: int
@@ -68,7 +60,6 @@ class Rebuilt:
     restored: tuple[ShardSpec, ...]
     nbytes: int
     seconds: float
-    absent: int = 0
 
 
 class ParityKeeper:
@@ -115,58 +106,56 @@ class ParityKeeper:
         }
         self._owner = ParityOwner(self.plan, rank, windows)
         self._holder = ParityHolder(self.plan, rank)
+        self._exchanges = Exchanges(rank, self._owner, self._holder, probe)
+        self._ahead = Ahead(windows)
         self._make_channel = make_channel
-        self._channel: Channel | None = None
-        self._probe = probe
-        self._progress = Progress()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpr-parity")
-        self._inflight: Future[Outcome | None] | None = None
-        self.degraded: DegradedRebuild | None = None
-        """The rebuild behind the training, until all ranks have their rows."""
-        self._closed: Closed | None = None
-        self._points: dict[int, Point] = {}
-        self._now = Point(0, 0)
-        self._encoded = False
         self._bytes = dict.fromkeys(range(len(hosts)), 0)
         for spec in filter(protectable, specs):
             self._bytes[spec.owner] += WORD * spec.rows * record_of(tables[spec.table], spec).words
-        self._shard_bytes = self._bytes[rank]
-        self._pace = EncodePace(self._shard_bytes, config.encode_mb << 20)
-        self._meter = Meter()
-        self._ahead = Ahead(windows)
+        self._pace = self._new_pace()
+
+    def _new_pace(self) -> EncodePace:
+        return EncodePace(self._bytes[self.rank], self.config.encode_mb << 20)
 
     # State
 
     @property
     def protected(self) -> bool:
         """Whether a lost shard would come back: everything is encoded, nothing was refused, the ranks are in touch."""
-        return self._encoded and self.degraded is None and self._meter.mismatches == 0 and self._channel is not None
+        exchanges = self._exchanges
+        return exchanges.encoded and exchanges.meter.mismatches == 0 and exchanges.channel is not None
+
+    @property
+    def degraded(self) -> DegradedRebuild | None:
+        """The rebuild behind the training, until all ranks have their rows."""
+        return self._exchanges.degraded
 
     @property
     def whole(self) -> bool:
         """Whether this rank holds all its rows: a replacement may have been given them in part."""
-        return self.degraded is None or self.degraded.absent is None or not self.degraded.absent.rows
+        absent = self._exchanges.absent
+        return absent is None or not absent.rows
 
     @property
     def point(self) -> Point:
         """The last exchange that all ranks have: what a failure now would go back to at the earliest."""
-        return self._points.get(self._progress.acknowledged, self._now)
+        return self._exchanges.points.get(self._exchanges.progress.acknowledged, self._exchanges.now)
 
     @property
     def mismatches(self) -> int:
         """Pieces of all ranks that did not match their members, since `start`."""
-        return self._meter.mismatches
+        return self._exchanges.meter.mismatches
 
     def standing(self) -> tuple[RankState, dict[int, Point]]:
         """How far this rank's exchanges have come, and where the job stood at those that it could be told to stand at.
 
         Settled only while none is under way.
         """
-        return self._progress.state(self.rank), dict(self._points)
+        return self._exchanges.state(), dict(self._exchanges.points)
 
     def step_of(self, exchange: int) -> int:
         """The last step of an exchange that is not acknowledged yet."""
-        return self._points[exchange].step
+        return self._exchanges.points[exchange].step
 
     def rows_bytes(self, ranks: Collection[int]) -> int:
         """Of these ranks the most bytes of protected rows that one has."""
@@ -182,13 +171,14 @@ class ParityKeeper:
 
         ``mismatches`` and ``protected`` are of the whole job.
         """
+        absent = self._exchanges.absent
         return {
-            **self._meter.values(),
-            "lag_steps": self._now.step - self.point.step,
+            **self._exchanges.meter.values(),
+            "lag_steps": self._exchanges.now.step - self.point.step,
             "memory_bytes": self.memory_bytes,
             "parity_bytes": 8 * self.plan.parity_words(self.rank),
             "unfinished_rows": self._owner.unfinished,
-            "absent_rows": 0 if self._absent is None else self._absent.rows,
+            "absent_rows": 0 if absent is None else absent.rows,
             "protected": float(self.protected),
         }
 
@@ -199,13 +189,13 @@ class ParityKeeper:
 
         Also the way back from a mismatch and from a restore out of the store, at the same step on every rank.
         """
-        self._quit_exchange(abort=False)
-        if self._channel is None:
-            self._channel = self._make_channel()
-        self._reset()
-        self._progress.stand_at(0)
-        self._now = Point(step, samples)
-        self._points = {0: self._now}
+        exchanges = self._exchanges
+        self._quit()
+        exchanges.channel = exchanges.channel or self._make_channel()
+        exchanges.forget()
+        self._pace = self._new_pace()
+        exchanges.now = Point(step, samples)
+        exchanges.stand_at(0, exchanges.now)
 
     def look_ahead(self, ids: Tensor, rows: Callable[[], Told]) -> Coming:
         """Begin to keep the bits of rows that a later step changes, on a thread. Give `before_step` what this returns.
@@ -214,8 +204,8 @@ class ParityKeeper:
             ids: as the lookup got them; nobody changes them any more.
             rows: makes of them int64 shard-local row numbers by shard, repeats allowed; from any thread, maybe twice.
         """
-        with self._meter.timed("unhidden"):
-            return self._ahead.hand_over(ids, rows, self._meter)
+        with self._exchanges.meter.timed("unhidden"):
+            return self._ahead.hand_over(ids, rows, self._exchanges.meter)
 
     def before_step(self, touched: Mapping[ShardSpec, Tensor | None] | Coming) -> None:
         """Keep the bits of rows that the coming step changes.
@@ -227,7 +217,7 @@ class ParityKeeper:
         Raises:
             RecoveryError: the exchange under way broke on this rank before it had read its rows.
         """
-        with self._meter.timed("unhidden"):
+        with self._exchanges.meter.timed("unhidden"):
             self.let_rows_change()
             if isinstance(touched, Coming):
                 self._ahead.finish(touched)
@@ -242,13 +232,13 @@ class ParityKeeper:
         Raises:
             RecoveryError: they will not come: a peer is gone, or parity is refused.
         """
-        if self._absent is not None:
-            self._absent.wait_for(spec, rows)
+        if self._exchanges.absent is not None:
+            self._exchanges.absent.wait_for(spec, rows)
 
     def wait_for_all(self) -> None:
         """`wait_for` all of this rank's rows. While steps go on: it waits for the exchanges' threads alone."""
-        if self._absent is not None:
-            self._absent.wait_for_all()
+        if self._exchanges.absent is not None:
+            self._exchanges.absent.wait_for_all()
 
     def let_rows_change(self) -> None:
         """Wait until the exchange under way has read the rows that its steps changed; `before_step` does so itself.
@@ -256,13 +246,7 @@ class ParityKeeper:
         Raises:
             RecoveryError: it broke on this rank before that.
         """
-        closed = self._closed
-        if closed is None or closed.whole:
-            return
-        with self._meter.timed("wait"):
-            closed.taken.wait()
-        if not closed.whole:
-            self._join()
+        self._exchanges.let_rows_change()
 
     def after_step(self, step: int, samples: int = 0) -> None:
         """The step is done on this rank; hand its changes to the background if an exchange is due.
@@ -270,12 +254,13 @@ class ParityKeeper:
         Raises:
             LostPeerError: the exchange before failed: a rank is gone. Find out which, then `rebuild`.
         """
-        self._now = Point(step, samples)
-        every = self.config.every_n_steps if self._encoded else 1
-        if step - self._points[self._progress.closed].step >= every:
-            if self._inflight is not None:
-                self._pace.tell(late=not self._inflight.done())
-            self._exchange(self._pace.room)
+        exchanges = self._exchanges
+        exchanges.now = Point(step, samples)
+        every = self.config.every_n_steps if exchanges.encoded else 1
+        if step - exchanges.points[exchanges.progress.closed].step >= every:
+            if exchanges.late is not None:
+                self._pace.tell(exchanges.late)
+            exchanges.begin(self._pace.room, self.config.scrub_every)
 
     def join(self) -> None:
         """Wait until all ranks have the exchange under way, if there is one, and all rows that are to come back.
@@ -283,23 +268,23 @@ class ParityKeeper:
         Raises:
             LostPeerError: it failed.
         """
-        self._join()
+        self._exchanges.join()
 
     def flush(self) -> None:
         """Exchange now, and wait until all ranks have it."""
-        self._exchange(self.config.encode_mb << 20)
-        self._join()
+        self._exchanges.begin(self.config.encode_mb << 20, self.config.scrub_every)
+        self.join()
 
     def encode(self) -> None:
         """Exchange until all rows of all ranks are in parity."""
-        while not self._encoded:
+        while not self._exchanges.encoded:
             self.flush()
 
     def close(self) -> None:
         """Finish the exchange under way and end the threads."""
-        self._quit_exchange(abort=False)
+        self._quit()
         self._ahead.close()
-        self._worker.shutdown()
+        self._exchanges.close()
 
     # Failure
 
@@ -308,22 +293,19 @@ class ParityKeeper:
 
         Safe from any thread. Not once the rebuild has begun: it would break off the new channel.
         """
-        if self._channel is not None:
-            self._channel.abort()
-        if self._absent is not None:
-            self._absent.stop()
+        self._exchanges.abort()
 
     def hold(self) -> tuple[RankState, dict[int, int]]:
         """A rank is gone: break off the exchange under way. Where this rank stands then, and the step of each exchange
         that it can be told to stand at; neither changes until `stand_at` or `rebuild`.
         """
-        self._quit_exchange(abort=True)
+        self._break_off()
         state, points = self.standing()
         return state, {exchange: point.step for exchange, point in points.items()}
 
     def stand_at(self, exchange: int) -> None:
         """Go back to an exchange that `agree.agree` found: the parity held here and this rank's own rows."""
-        self._go_to(exchange)
+        self._exchanges.go_to(exchange)
         self.roll_back()
 
     def rebuild(self, lost: Collection[int], behind: bool = False) -> Rebuilt:
@@ -341,50 +323,41 @@ class ParityKeeper:
                 content is then undefined: restore them from the store, then `start`.
         """
         started = time.perf_counter()
-        self._quit_exchange(abort=True)
-        self._encoded, self.degraded = False, None
-        self._pace = EncodePace(self._shard_bytes, self.config.encode_mb << 20)
-        channel = self._channel = self._make_channel()
+        exchanges = self._exchanges
+        self._break_off()
+        exchanges.encoded, exchanges.degraded = False, None
+        self._pace = self._new_pace()
+        channel = exchanges.channel = self._make_channel()
         if self.rank in lost:
-            self._progress.fresh = True
-        mine = {"state": asdict(self._progress.state(self.rank)), "points": self._points}
+            exchanges.progress.fresh = True
+        mine = {"state": asdict(exchanges.state()), "points": exchanges.points}
         answers = swap_values(channel, mine)
         agreement = agree([RankState(**answer["state"]) for answer in answers], lost)
-        exchange = agreement.exchange
+        exchange, is_lost = agreement.exchange, self.rank in agreement.lost
         point = Point(*next(a["points"][str(exchange)] for a in answers if a["state"]["rank"] not in agreement.lost))
-        if self.rank in agreement.lost:
-            self._reset()
-            self._now = point
-            self._points = {exchange: point}
+        if is_lost:
+            exchanges.forget()
+            exchanges.now = point
         else:
-            self._go_to(exchange)
+            exchanges.go_to(exchange)
         held = {"unfinished": self._holder.unfinished(), "bad": sorted(self._holder.bad)}
-        parity = swap_values(channel, {**held, "mismatches": self._meter.mismatches})
+        parity = swap_values(channel, {**held, "mismatches": exchanges.meter.mismatches})
         unusable = {r: {*p["bad"], *(piece for piece, _, _ in p["unfinished"])} for r, p in enumerate(parity)}
         rounds = plan_jobs(self.plan, agreement.lost, unusable)
-        mine_lost = self.rank in agreement.lost
-        absent = Absent(self.plan, self.rank, self._owner.windows) if behind and mine_lost else None
+        absent = Absent(self.plan, self.rank, self._owner.windows) if behind and is_lost else None
         job = Rebuild(self._owner, self._holder, channel, None if absent is None else absent.write)
         if not behind:
             job.run(rounds)
             self._raise_refused(swap_values(channel, {"refused": job.refused}))
-        if self.rank in agreement.lost:
-            for holder, answer in enumerate(parity):
-                self._owner.resume(
-                    holder, {p: cursor for p, source, cursor in answer["unfinished"] if source == self.rank}
-                )
+        for holder, answer in enumerate(parity) if is_lost else ():
+            self._owner.resume(holder, {p: cursor for p, source, cursor in answer["unfinished"] if source == self.rank})
         self._owner.forget(agreement.lost)
-        self._meter.mismatches = max(answer["mismatches"] for answer in parity)
-        self._progress.stand_at(exchange)
+        exchanges.meter.mismatches = max(answer["mismatches"] for answer in parity)
+        exchanges.stand_at(exchange, point)
         if behind:
-            limit = self.config.encode_mb << 20
-            self.degraded = DegradedRebuild(rounds, job, channel, agreement.lost, absent, self._shard_bytes, limit)
-            self._inflight = self._worker.submit(self._background, None, channel, 0)
-        restored = tuple(self._owner.windows) if mine_lost else ()
-        return Rebuilt(
-            exchange, point, agreement.lost, restored, job.bytes, time.perf_counter() - started,
-            0 if absent is None else absent.rows,
-        )  # fmt: skip
+            exchanges.serve(DegradedRebuild(rounds, job, channel, agreement.lost, absent))
+        restored = tuple(self._owner.windows) if is_lost else ()
+        return Rebuilt(exchange, point, agreement.lost, restored, job.bytes, time.perf_counter() - started)
 
     def roll_back(self) -> Point:
         """Give this rank's rows the bits of the last agreed exchange.
@@ -393,115 +366,27 @@ class ParityKeeper:
         """
         for window in self._owner.windows.values():
             window.roll_back()
-        self._now = self._points[self._progress.closed]
-        return self._now
+        exchanges = self._exchanges
+        exchanges.now = exchanges.points[exchanges.progress.closed]
+        return exchanges.now
 
     # Inner parts
 
-    def _exchange(self, encode_bytes: int) -> None:
-        if self._channel is None or self._progress.fresh:
-            raise RecoveryError("parity is not running on this rank: call start or rebuild first")
-        with self._meter.timed("unhidden"):
-            if self._absent is not None:
-                self._absent.stop()
-            self._join()
-            if self._absent is not None:
-                self._absent.go_on()
-            number = self._progress.closed + 1
-            every = self.config.scrub_every if self._encoded else 0
-            self._closed = self._owner.close(number, 0 if self.degraded else encode_bytes)
-            self._progress.closed = number
-            self._points[number] = self._now
-            self._inflight = self._worker.submit(self._background, self._closed, self._channel, every)
-
-    def _background(self, closed: Closed | None, channel: Channel, scrub_every: int) -> Outcome | None:
-        """The exchange, if there is one, and what of the rows that are to come back can come behind the next step."""
-        degraded, outcome = self.degraded, None
-        try:
-            if closed is not None:
-                with self._meter.timed("hidden"):
-                    outcome = run_exchange(
-                        closed, self._owner, self._holder, channel, self._progress, scrub_every, self._probe
-                    )
-            if degraded is not None:
-                degraded.serve()
-            return outcome
-        except RecoveryError as error:
-            self._tell_waiting(error)
-            raise
-        except (RuntimeError, MemoryError) as error:
-            number = self._progress.closed
-            failed = RecoveryError(f"parity: exchange {number} failed on rank {self.rank}: {error}")
-            self._tell_waiting(failed)
-            raise failed from error
-        finally:
-            if closed is not None:
-                closed.taken.set()
-
-    def _tell_waiting(self, error: Exception) -> None:
-        if self._absent is not None:
-            self._absent.fail(error)
-
-    def _join(self) -> None:
-        """Wait for the exchange under way and take its outcome."""
-        if self._inflight is None:
-            return
-        if self._absent is not None:
-            self._absent.hurry()
-        with self._meter.timed("wait"):
-            self._encoded = False
-            outcome = self._inflight.result()
-        self._inflight = self._closed = None
-        self._points = {e: point for e, point in self._points.items() if e >= self._progress.acknowledged}
-        if self.degraded is not None and self.degraded.finished:
-            self.degraded = None
-        if outcome is not None:
-            self._encoded = outcome.unfinished == 0 and self.degraded is None
-            self._meter.add(outcome)
-
-    @property
-    def _absent(self) -> Absent | None:
-        return None if self.degraded is None else self.degraded.absent
-
-    def _quit_exchange(self, abort: bool) -> None:
-        if abort:
-            self.abort()
-            self._channel = None
+    def _quit(self) -> None:
+        """No thread is at work."""
         self._ahead.settle()
-        try:
-            self._join()
-        except RecoveryError as error:
-            log.warning("parity: exchange %d was broken off: %s", self._progress.closed, error)
-            self._inflight = None
+        self._exchanges.quit()
 
-    def _reset(self) -> None:
-        self._holder.reset()
-        self._owner.forget(range(self.plan.world))
-        for window in self._owner.windows.values():
-            window.restart()
-        self._closed = None
-        self._encoded = False
-        self._pace = EncodePace(self._shard_bytes, self.config.encode_mb << 20)
-        self._meter = Meter()
-
-    def _go_to(self, exchange: int) -> None:
-        """A survivor takes its parity and its windows to the agreed exchange."""
-        state = self._progress.state(self.rank)
-        parity, rows = holder_move(state, exchange), owner_move(state, exchange)
-        if parity != "stay":
-            self._holder.flip()
-        self._holder.drop()
-        if rows == "reopen":
-            assert self._closed is not None
-            self._owner.reopen(self._closed)
-        self._closed = None
-        self._points = {exchange: self._points[exchange]}
-        self._progress.stand_at(exchange)
+    def _break_off(self) -> None:
+        """`_quit`, and the ranks are not in touch any more."""
+        self._exchanges.abort()
+        self._exchanges.channel = None
+        self._quit()
 
     def _raise_refused(self, answers: Sequence[Mapping[str, Any]]) -> None:
         refused = sorted({piece for answer in answers for piece in answer["refused"]})
         if refused:
-            self._meter.mismatches += len(refused)
+            self._exchanges.meter.mismatches += len(refused)
             log.error("parity: pieces %s did not decode to what their owners published", refused)
             raise RecoveryError(
                 f"parity: {len(refused)} pieces ({refused[:5]}...) did not decode to what their owners published "

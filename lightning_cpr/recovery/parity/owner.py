@@ -80,6 +80,12 @@ class ParityOwner:
             self._cursors[holder] = [route.lows.clone() for route in self._routes[holder]]
         self._count_unfinished()
 
+    def forget_all(self) -> None:
+        """No row is in parity, and none counts as changed."""
+        self.forget(self._routes)
+        for window in self.windows.values():
+            window.restart()
+
     def resume(self, holder: int, unfinished: Mapping[int, int]) -> None:
         """A holder has all rows but those from the given ones on, by piece (what `ParityHolder.unfinished` says)."""
         self._cursors[holder] = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from lightning_cpr.errors import RecoveryError
 from lightning_cpr.recovery.parity import degraded, groups
 from lightning_cpr.recovery.parity.config import ParityConfig
+from lightning_cpr.recovery.parity.rebuild import Rebuild
 from tests.parity_job import bits, everywhere, touched_rows, train
 from tests.unit.recovery.test_parity_keeper import Job
 
@@ -22,6 +25,19 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "MIN_PIECE_WORDS", 40)
     monkeypatch.setattr(groups, "BLOCK_WORDS", 6)
     monkeypatch.setattr(degraded, "_MOST_BLOCKS", 7)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, nothing comes back behind the training."""
+    gate, round = threading.Event(), Rebuild.round
+
+    def wait_at_the_gate(rebuild: Rebuild, now: Sequence[Any], before: Sequence[Any]) -> None:
+        assert gate.wait(20)
+        round(rebuild, now, before)
+
+    monkeypatch.setattr(Rebuild, "round", wait_at_the_gate)
+    return gate
 
 
 class Behind(Job):
@@ -113,21 +129,24 @@ def test_rows_that_do_not_decode_are_refused_on_all_ranks_and_never_written(job:
     assert all(other.whole for rank, other in enumerate(job.keepers) if rank != lost)
 
 
-def test_a_lookup_that_waits_is_told_of_a_death(job: Behind) -> None:
+def test_a_lookup_that_waits_is_told_of_a_death(job: Behind, gate: threading.Event) -> None:
     job.settle()
     job.replace_behind([1])
     spec = next(s for s in job.specs if s.owner == 1 and s.rows and not s.replicated)
+    job.keepers[3].abort()
     job.hub.kill(3)
+    gate.set()
     with pytest.raises(RecoveryError, match="no message from rank 3"):
         job.keepers[1].wait_for(spec, torch.arange(spec.rows))
     assert not job.keepers[1].whole
 
 
-def test_what_is_given_up_wakes_the_thread_that_waits_for_lookups(job: Behind) -> None:
+def test_a_replacement_that_another_death_finds_without_rows_says_so(job: Behind, gate: threading.Event) -> None:
     job.settle()
     job.replace_behind([1])
     for keeper in job.keepers:
         keeper.abort()
+    gate.set()
     for rank, keeper in enumerate(job.keepers):
         keeper.hold()
         assert keeper.whole == (rank != 1)

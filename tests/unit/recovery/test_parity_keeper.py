@@ -188,7 +188,7 @@ def test_death_at_every_point_of_an_exchange(point: str, victim: int, every: int
         job.settle()
         job.run(4 * every)
         everywhere(lambda rank: job.keepers[rank].flush(), range(job.world))
-        number = job.keepers[0]._progress.closed
+        number = job.keepers[0]._exchanges.progress.closed
         job.deaths.add((victim, point, number + 2))
         job.run_into_failure(4 * every)
         assert job.hub.dead == {victim}
@@ -221,7 +221,7 @@ def test_death_in_the_middle_of_a_message_round(swap: int, reached: frozenset[in
         job.settle()
         job.run(2)
         everywhere(lambda rank: job.keepers[rank].flush(), range(job.world))
-        job.hub.partial = (0, job.keepers[0]._channel.count + swap, reached)
+        job.hub.partial = (0, job.keepers[0]._exchanges.channel.count + swap, reached)
         job.run_into_failure(6)
         results = job.replace([0])
         step = results[0].point.step
@@ -384,7 +384,7 @@ def test_traffic_counts_distinct_rows_of_an_interval() -> None:
             shard.weight[1:3] += step
             for k in job.keepers:
                 k.after_step(job.step + step)
-        everywhere(lambda rank: job.keepers[rank]._join(), range(job.world))
+        everywhere(lambda rank: job.keepers[rank].join(), range(job.world))
         assert keeper.metrics()["rows"] - start == 2
     finally:
         job.close()
