@@ -308,15 +308,14 @@ class ParityKeeper:
             self._go_to(exchange)
         held = {"unfinished": self._holder.unfinished(), "bad": sorted(self._holder.bad)}
         parity = swap_values(channel, {**held, "mismatches": self._meter.mismatches})
-        unusable = {r: {*p["bad"], *(piece for piece, _, _ in p["unfinished"])} for r, p in enumerate(parity)}
+        unusable = {r: {*p["bad"], *(piece for piece, *_ in p["unfinished"])} for r, p in enumerate(parity)}
         job = Rebuild(self._owner, self._holder, channel)
         job.run(plan_jobs(self.plan, agreement.lost, unusable))
         self._raise_refused(swap_values(channel, {"refused": job.refused}))
         if self.rank in agreement.lost:
             for holder, answer in enumerate(parity):
-                self._owner.resume(
-                    holder, {p: cursor for p, source, cursor in answer["unfinished"] if source == self.rank}
-                )
+                mine_there = [found for found in answer["unfinished"] if found[1] == self.rank]
+                self._owner.resume(holder, {(number, i): row for _, _, number, i, row in mine_there})
         self._owner.forget(agreement.lost)
         self._meter.mismatches = max(answer["mismatches"] for answer in parity)
         self._progress.stand_at(exchange)
