@@ -119,9 +119,14 @@ class CPRCheckpointIO(CheckpointIO):
         """Load a version into an unsharded model on one device, for serving or a notebook; returns the model.
 
         Raises:
-            IncompatiblePlanError: tables or dense weights do not fit. No tensor was changed.
+            IncompatiblePlanError: tables or dense weights do not fit, or are on meta. No tensor was changed.
         """
         version = find_version(path, storage_options)
+        if meta := sorted(name for name, tensor in model.state_dict().items() if tensor.is_meta):
+            raise IncompatiblePlanError(
+                f"{', '.join(meta)}: on the meta device, which holds no values to load into. Make them first, e.g. with"
+                ' to_empty(device="cpu") on their module'
+            )
         restore_tables(version, model, strict=strict, with_states=False)
         load_dense_state(model, version.blob(JOB_BLOB)["state_dict"], strict=strict)
         return model

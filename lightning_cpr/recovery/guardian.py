@@ -322,12 +322,18 @@ def modules_note(job_dir: str, rank: int) -> Path:
 
 
 def note_modules(job_dir: str | None, rank: int) -> None:
-    """Say what this trainer has imported, now that it trains: its spare imports the same, lazy imports included."""
+    """Say what this trainer has imported, now that it trains: its spare imports the same, lazy imports included.
+
+    Where that cannot be written there is no spare, which is logged: no reason for a job to end.
+    """
     if job_dir:
         names = [name for name, module in list(sys.modules.items()) if _is_importable(name, module)]
         note = modules_note(job_dir, rank)
-        note.with_suffix(".new").write_text(json.dumps(names))
-        note.with_suffix(".new").rename(note)
+        try:
+            note.with_suffix(".new").write_text(json.dumps(names))
+            note.with_suffix(".new").rename(note)
+        except OSError as error:
+            log.warning("rank %d has no warm spare, a replacement must import everything first: %s", rank, error)
 
 
 def _is_importable(name: str, module: object) -> bool:

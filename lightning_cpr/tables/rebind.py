@@ -37,6 +37,7 @@ from torchrec.distributed.types import ShardingType  # noqa: E402
 from torchrec.modules.embedding_configs import data_type_to_dtype  # noqa: E402
 
 from lightning_cpr.errors import RecoveryError  # noqa: E402
+from lightning_cpr.tables.buckets import fix_buckets  # noqa: E402
 
 STAND_IN = "cpr_stand_in"
 _WALKED = ("torchrec.", "fbgemm_gpu.", "torch.distributed.")
@@ -231,7 +232,7 @@ def _new_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None
     ddp._ddp_init_helper(
         parameters, expect_sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph
     )
-    ddp._has_rebuilt_buckets = False
+    fix_buckets(ddp)
     ddp._lazy_init_ran = False
     ddp._static_graph_delay_allreduce_enqueued = False
     if ddp.static_graph and ddp.logger is not None:

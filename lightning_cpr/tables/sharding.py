@@ -47,6 +47,7 @@ from lightning_cpr.tables._modules import (  # noqa: E402
     tables,
     walk,
 )
+from lightning_cpr.tables.buckets import DenseDDP, fix_buckets  # noqa: E402
 from lightning_cpr.tables.rebind import STAND_IN  # noqa: E402
 
 Generator: TypeAlias = Callable[..., ParameterSharding]
@@ -322,7 +323,7 @@ def shard(
     _refuse_uninitialised(model)
     known = dict(plan.plan)
     known |= {name: module.module_sharding_plan for name, module in sharded_collections(model)}
-    return DistributedModelParallel(
+    sharded = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.GroupMember.WORLD),
         device=device,
@@ -330,6 +331,10 @@ def shard(
         sharders=list(sharders) if sharders is not None else default_sharders(),
         data_parallel_wrapper=_DenseWrapper(ddp_kwargs),
     )
+    for part in sharded.modules():
+        if isinstance(part, DistributedDataParallel):
+            fix_buckets(part)
+    return sharded
 
 
 def _refuse_uninitialised(model: nn.Module) -> None:
@@ -359,7 +364,7 @@ def wrap_dense(module: nn.Module, device: torch.device, group: Any, **ddp_kwargs
         return module
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     defaults: dict[str, Any] = {"gradient_as_bucket_view": True, "forward_sync_buffers": False}
-    return DistributedDataParallel(
+    return DenseDDP(
         module, device_ids=None if device.type == "cpu" else [device], process_group=group, **(defaults | ddp_kwargs)
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_cpr import CPRCallback, CPRCheckpointIO
 from lightning_cpr._lightning import Callback, pl
+from lightning_cpr.errors import IncompatiblePlanError
 from lightning_cpr.store.find import find_version
 from lightning_cpr.store.versions import list_versions
 from lightning_cpr.strategy import TorchRecStrategy
@@ -252,10 +253,18 @@ def test_load_model_refuses_what_does_not_fit(whole: tuple[Path, list[dict[str, 
             self.net = nn.Module()
             self.net.ebc = make_ebc({"a": (100, 8), "d": (3, 8)}, device="cpu")
 
-    from lightning_cpr.errors import IncompatiblePlanError
-
     model = Other()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(IncompatiblePlanError, match=r"no table net\.ebc\.embedding_bags\.d.*embedding_bags\.b is not"):
         CPRCheckpointIO.load_model(model, f"{folder}/at24.ckpt")
     assert_equal(before, dict(model.state_dict()))
+
+
+def test_load_model_refuses_tables_on_meta(whole: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Values copied onto meta are gone without an error."""
+    folder, _ = whole
+    model = Tiny(device="meta", sparse=None)
+    before = model.net.mlp[0].weight.clone()
+    with pytest.raises(IncompatiblePlanError, match=r"net\.ebc\.embedding_bags\.a\.weight, .*to_empty"):
+        CPRCheckpointIO.load_model(model, f"{folder}/at24.ckpt")
+    assert torch.equal(model.net.mlp[0].weight, before)

@@ -165,16 +165,16 @@ class ParityHolder:
             self.bad.add(piece.index)
         return good
 
-    def unfinished(self) -> list[tuple[int, int, int]]:
-        """(piece, source, first row that is not in parity) of each part that is not encoded to its end."""
+    def unfinished(self) -> list[tuple[int, int, int, int, int]]:
+        """(piece, source, route number, part number, first row that is not in parity) of each part that is not encoded
+        to its end. A piece may have several parts of one source.
+        """
         return [
-            (piece.index, source, cursor)
+            (incoming.route.pieces[i].index, source, number, i, cursor)
             for source, tracked in self._incoming.items()
-            for incoming in tracked
-            for part, piece, cursor in zip(
-                incoming.route.parts, incoming.route.pieces, incoming.cursors.tolist(), strict=True
-            )
-            if cursor < part.row_hi
+            for number, incoming in enumerate(tracked)
+            for i, cursor in enumerate(incoming.cursors.tolist())
+            if cursor < incoming.route.parts[i].row_hi
         ]
 
     def reset(self) -> None:

@@ -342,7 +342,7 @@ class ParityKeeper:
             exchanges.go_to(exchange)
         held = {"unfinished": self._holder.unfinished(), "bad": sorted(self._holder.bad)}
         parity = swap_values(channel, {**held, "mismatches": exchanges.meter.mismatches})
-        unusable = {r: {*p["bad"], *(piece for piece, _, _ in p["unfinished"])} for r, p in enumerate(parity)}
+        unusable = {r: {*p["bad"], *(piece for piece, *_ in p["unfinished"])} for r, p in enumerate(parity)}
         rounds = plan_jobs(self.plan, agreement.lost, unusable)
         absent = Absent(self.plan, self.rank, self._owner.windows) if behind and is_lost else None
         job = Rebuild(self._owner, self._holder, channel, None if absent is None else absent.write)
@@ -350,7 +350,8 @@ class ParityKeeper:
             job.run(rounds)
             self._raise_refused(swap_values(channel, {"refused": job.refused}))
         for holder, answer in enumerate(parity) if is_lost else ():
-            self._owner.resume(holder, {p: cursor for p, source, cursor in answer["unfinished"] if source == self.rank})
+            mine_there = [found for found in answer["unfinished"] if found[1] == self.rank]
+            self._owner.resume(holder, {(number, i): row for _, _, number, i, row in mine_there})
         self._owner.forget(agreement.lost)
         exchanges.meter.mismatches = max(answer["mismatches"] for answer in parity)
         exchanges.stand_at(exchange, point)

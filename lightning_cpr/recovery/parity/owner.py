@@ -86,11 +86,13 @@ class ParityOwner:
         for window in self.windows.values():
             window.restart()
 
-    def resume(self, holder: int, unfinished: Mapping[int, int]) -> None:
-        """A holder has all rows but those from the given ones on, by piece (what `ParityHolder.unfinished` says)."""
+    def resume(self, holder: int, unfinished: Mapping[tuple[int, int], int]) -> None:
+        """A holder has all rows but those from the given ones on, by (route number, part number): what
+        `ParityHolder.unfinished` says.
+        """
         self._cursors[holder] = [
-            torch.tensor([unfinished.get(piece.index, p.row_hi) for p, piece in zip(r.parts, r.pieces, strict=True)])
-            for r in self._routes.get(holder, [])
+            torch.tensor([unfinished.get((number, i), part.row_hi) for i, part in enumerate(route.parts)])
+            for number, route in enumerate(self._routes.get(holder, []))
         ]
         self._count_unfinished()
 

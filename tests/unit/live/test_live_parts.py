@@ -80,6 +80,14 @@ def test_a_spare_is_told_what_can_be_imported(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["modules-3.json"]
 
 
+def test_a_job_goes_on_without_a_spare_where_its_note_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """E.g. on a full disk."""
+    note_modules(str(tmp_path / "gone"), 3)
+    assert "rank 3 has no warm spare" in caplog.text
+
+
 def test_what_was_read_ahead_counts_once_and_for_its_own_version_only(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     old = table("a", 200, 8)

@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from lightning_cpr.errors import ConfigError, RecoveryError
-from lightning_cpr.recovery.parity import code, groups
+from lightning_cpr.recovery.parity import code, groups, pace
 from lightning_cpr.recovery.parity.ahead import Coming
 from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.recovery.parity.exchange import POINTS
@@ -289,6 +289,35 @@ def test_a_second_death_during_the_rebuild_with_two_parities() -> None:
         for rank, keeper in enumerate(job.keepers):
             assert keeper.roll_back()[0] == step
             assert bits(job.shards[rank]) == job.history[step][rank]
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("exchanges", [0, 1, 2])
+def test_a_second_death_while_the_parity_of_the_first_is_encoded_anew(
+    exchanges: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces that hold several parts of one rank, each encoded up to a row of its own."""
+    monkeypatch.setattr(groups, "MIN_PIECE_WORDS", 1024)
+    monkeypatch.setattr(pace, "FLOOR_BYTES", 600)
+    job = Job(ParityConfig(k=1, m=2, scrub_every=1), world=4)
+    assert any(len(member.parts) > 1 for piece in job.keepers[0].plan.pieces for member in piece.members)
+    try:
+        job.settle()
+        job.run(2)
+        everywhere(lambda rank: job.keepers[rank].flush(), range(job.world))
+        for lost in (0, 1):
+            step = job.replace([lost])[0].point.step
+            for rank, keeper in enumerate(job.keepers):
+                keeper.roll_back()
+                assert bits(job.shards[rank]) == job.history[step][rank]
+            assert any(keeper._owner.unfinished for keeper in job.keepers)
+            job.run(exchanges)
+            for keeper in job.keepers:
+                keeper.join()
+        job.settle()
+        job.check_parity()
+        assert all(keeper.protected for keeper in job.keepers)
     finally:
         job.close()
 
