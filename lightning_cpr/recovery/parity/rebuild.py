@@ -131,7 +131,8 @@ def plan_jobs(
         names = ", ".join(f"{table} of ranks {sorted(ranks)}" for table, ranks in sorted(hopeless.items()))
         raise RecoveryError(
             f"parity (k={plan.k}, m={plan.m}) cannot bring back {names}: with ranks {sorted(lost)} lost, too few "
-            f"members and parity are left (parity that is not encoded to its end yet, or was refused, is none). Restore these shards from the store"
+            f"members and parity are left (parity that is not encoded to its end yet, or was refused, does not count). "
+            f"Restore these shards from the store"
         )
     return [tuple(job for job in jobs if job is not None) for jobs in zip_longest(*queues.values())]
 

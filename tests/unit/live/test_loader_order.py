@@ -21,8 +21,9 @@ class Seeking(Counting):
     def seek(self, batches: int) -> None: ...
 
 
-class Stream(IterableDataset):
-    pass
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(DATA)
 
 
 @pytest.mark.parametrize(
