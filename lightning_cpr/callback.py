@@ -175,6 +175,16 @@ class CPRCallback(Callback):
             if self._parity is not None:
                 self._parity.restart_after_step(f"table {table} was written by other means than steps")
 
+    def wait_for_rows(self) -> None:
+        """Return once all rows of all ranks are here: after a process was replaced, those of a large shard may come
+        back from parity behind the training. Call it on every rank before you read, write or reshard tables in a hook.
+
+        Raises:
+            RecoveryError: rows will not come.
+        """
+        if self._parity is not None:
+            self._parity.wait_for_rows()
+
     @property
     def _required(self) -> RecoveryCoordinator:
         assert self._recovery is not None, "before on_fit_start"

@@ -252,8 +252,7 @@ class FaultInjector(pl.Callback):
         self.at_point("optimizer", _batch(trainer))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        step = _batch(trainer)
-        wipes = [f for f in self.faults if f.kind == "wipe" and f.step == step and f.attempt in (None, self._attempt)]
+        step, wipes = _batch(trainer), self.wipes_due(trainer)
         self._check_wipes(wipes)
         for fault in wipes:
             self.faults.remove(fault)
@@ -262,6 +261,11 @@ class FaultInjector(pl.Callback):
                 self._record(fault)
                 self._overwrite(fault)
         self.at_point("batch_end", step)
+
+    def wipes_due(self, trainer: pl.Trainer) -> list[Fault]:
+        """Those of the batch that ends."""
+        step, attempts = _batch(trainer), (None, self._attempt)
+        return [f for f in self.faults if f.kind == "wipe" and f.step == step and f.attempt in attempts]
 
     def _add(self, fault: Fault) -> FaultInjector:
         self.faults.append(fault)

@@ -29,7 +29,7 @@ from lightning_cpr.recovery.parity.agree import RankState, agree
 from lightning_cpr.recovery.parity.ahead import Coming
 from lightning_cpr.recovery.parity.channel import Channel, open_channel
 from lightning_cpr.recovery.parity.config import ParityConfig
-from lightning_cpr.recovery.parity.degraded import DegradedRebuild
+from lightning_cpr.recovery.parity.degraded import REFUSED, DegradedRebuild
 from lightning_cpr.recovery.parity.exchanges import Point
 from lightning_cpr.recovery.parity.keeper import ParityKeeper
 from lightning_cpr.recovery.plan import Source
@@ -186,6 +186,7 @@ class ParityGuard(Callback):
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             self._whole = keeper.whole
+            self._note_refusal(keeper)
             keeper.abort()
             keeper.close()
         if self._hook is not None:
@@ -226,6 +227,12 @@ class ParityGuard(Callback):
         self._batch = (step + 1, batch_size(batch) * trainer.world_size)
         if self._hook is not None and not self._hook.intact():
             # A reshard: on every rank, between two steps. The shards of before are no more.
+            if self._keeper.degraded is not None:
+                self._whole = False
+                raise RecoveryError(
+                    "the tables were sharded anew before all rows of a replacement were back: they hold what no "
+                    "training made. The job starts again. Call CPRCallback.wait_for_rows() on all ranks first"
+                )
             self._job.refresh()
             self._renew(f"{self._prefix}/{step}", self._hosts)
             self._begin(step, "the tables were sharded anew")
@@ -239,8 +246,12 @@ class ParityGuard(Callback):
         try:
             if not self._in_place:
                 self.end_step(batches_trained(trainer))
-            if self._injector is not None:  # a wipe takes rows whose exchange has read them
+            if self._injector is not None:  # a wipe takes rows that are here, and whose exchange has read them
                 self._keeper.let_rows_change()
+                if self._injector.wipes_due(trainer):
+                    self._keeper.wait_for_rows()
+            if trainer.is_last_batch:
+                self._keeper.wait_for_rows()
         except RecoveryError as error:
             if self._in_place:
                 raise
@@ -261,14 +272,7 @@ class ParityGuard(Callback):
 
     def end_step(self, step: int) -> None:
         keeper = self._required
-        try:
-            keeper.after_step(step, self._samples_after(step))
-        except LostPeerError:
-            raise
-        except RecoveryError as error:
-            if keeper.degraded is not None:
-                self._refuse(error)
-            raise
+        keeper.after_step(step, self._samples_after(step))
         progress = self._job.trainer.fit_loop.epoch_loop.batch_progress
         module = self._job.module
         if progress.is_last_batch or not module.automatic_optimization:
@@ -295,6 +299,7 @@ class ParityGuard(Callback):
         if self._keeper is None:
             return None
         state, steps = self._keeper.hold()
+        self._note_refusal(self._keeper)
         if not self._keeper.whole:
             rank = self._job.rank
             raise RecoveryError(f"another process was lost before all rows of rank {rank}, a replacement, were back")
@@ -306,7 +311,7 @@ class ParityGuard(Callback):
 
     def wait_for_rows(self) -> None:
         if self._keeper is not None:
-            self._keeper.wait_for_all()
+            self._keeper.wait_for_rows()
 
     def abort(self) -> None:
         if self._keeper is not None:
@@ -318,7 +323,7 @@ class ParityGuard(Callback):
             return None
         try:
             self._required.join()
-        except LostPeerError as error:  # a process died: the exchange is broken off, and agreed on below
+        except RecoveryError as error:  # a process died: the exchange is broken off, and agreed on below
             log.info("parity: %s", error)
         state, points = self._required.standing()
         everybody: list[Any] = [None] * self._job.world_size
@@ -370,6 +375,12 @@ class ParityGuard(Callback):
         self._counts["parity_refused"] += 1
         log.error("parity is not used: %s", error)
         self._emit("parity_refused", **told, error=str(error))
+
+    def _note_refusal(self, keeper: ParityKeeper) -> None:
+        """Once, if rows that were to come back behind the training were refused."""
+        if keeper.degraded is not None and keeper.degraded.refused:
+            keeper.degraded.refused = False
+            self._refuse(RecoveryError(REFUSED))
 
     def _tell_rebuilt(self, step: int) -> None:
         """Once, when the last row has come back behind the training."""
@@ -425,8 +436,10 @@ class ParityGuard(Callback):
         if not trainer.interrupted:
             try:
                 self._keeper.join()
-            except LostPeerError as error:  # training is over: nothing is left to protect
-                log.warning("parity: %s", error)
+            except LostPeerError as error:
+                if self._keeper.degraded is not None:  # rows are missing
+                    raise
+                log.warning("parity: %s", error)  # training is over: nothing is left to protect
             self._emit("parity_summary", step=batches_trained(trainer), **self._numbers())
         self.close(trainer)
 

@@ -41,7 +41,8 @@ class StepGuard(Protocol):
         """Give this rank's rows the bits of that exchange."""
 
     def wait_for_rows(self) -> None:
-        """Return once this rank holds all its rows: some may come back behind the training.
+        """Return once this rank holds all its rows, and all ranks theirs if all call this: some may come back behind
+        the training.
 
         Raises:
             RecoveryError: they will not come.

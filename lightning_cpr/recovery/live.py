@@ -28,7 +28,7 @@ class LiveState(Protocol):
     """The state of one rank's trainer, as the recovery sees it."""
 
     def rebind(self, group: dist.ProcessGroup) -> None:
-        """Put the model onto the new group. No collective."""
+        """Put the model onto the new group. Collective where the model has a DDP."""
 
     def go_back(self, decision: Decision) -> None:
         """Stand at the decision's exchange, if it names one and this rank survived. No collective."""

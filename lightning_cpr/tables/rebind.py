@@ -1,4 +1,5 @@
-"""Moves a sharded model from a dead process group to a new one, in place: no table is copied, no collective is run.
+"""Moves a sharded model from a dead process group to a new one, in place: no table is copied. Collective
+where the model has a DDP, which broadcasts the order of its buckets.
 
 TorchRec's objects keep the group in plain attributes (sharding env, shardings, input and output dists, lookups, fused
 optimizers, ShardedTensors), some of which ``modules()`` does not reach: so the object graph is walked. DDP's reducer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,15 @@ class Scheduled(Tiny):
 class Record(Callback):
     """The loss and the rows after each batch that this process trained, by step."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Callable[[], None] | None) -> None:
+        self.wait = wait
         self.losses: dict[int, float | None] = {}
         self.rows: dict[int, dict[str, torch.Tensor]] = {}
         self.validated: dict[int, float] = {}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        if self.wait is not None:
+            self.wait()
         self.losses[trainer.global_step] = outputs["loss"].item() if outputs else None
         self.rows[trainer.global_step] = rows_of(module)
 
@@ -99,7 +103,7 @@ def job(
     for kill in kills:
         injector.kill(*kill)
     cpr = CPRCallback(root, save_every_n_steps=10, recovery="partial", timeout_s=60, parity=parity)
-    record, ema, model = Record(), Ema(), Scheduled()
+    record, ema, model = Record(None if slowly else cpr.wait_for_rows), Ema(), Scheduled()
     trainer = make_trainer(
         world, TorchRecStrategy(plan={"a": "row_wise", "b": "table_wise", "c": "data_parallel"}),
         callbacks=[cpr, record, ema, Corrupt(cpr, corrupt), injector], max_epochs=EPOCHS, **more,
@@ -214,6 +218,16 @@ def test_what_parity_cannot_or_may_not_bring_back_comes_from_the_store(tmp_path:
         assert recovery["ledger"]["event"] == "charge"
     # the rows that came back are trained on, with parity again
     assert [e["event"] for e in events if e["event"] in ("parity_on", "parity_off")][-1] == "parity_on"
+
+
+def test_rows_that_are_refused_behind_the_training_are_counted_and_end_the_job(tmp_path: Path) -> None:
+    """Under ``lightning-cpr run`` it starts again, from the store."""
+    parity = ParityConfig(k=3, scrub_every=0, behind_mb=0)
+    with pytest.raises(AssertionError, match="did not decode to what their owner had published, and were refused"):
+        run_guarded(job, 4, str(tmp_path), parity, [(3, 16, "forward")], 15)
+    events = read_events(Storage(str(tmp_path)))
+    (refused,) = [e for e in events if e["event"] == "parity_refused"]
+    assert "were refused" in refused["error"]
 
 
 def test_with_several_steps_an_exchange_only_the_lost_shard_goes_back(tmp_path: Path) -> None:

@@ -14,6 +14,15 @@ from lightning_cpr.recovery.parity.groups import ParityPlan, Part
 from lightning_cpr.recovery.parity.window import Window
 from lightning_cpr.spec import ShardSpec
 
+_PART_BIT, _PIECE_BIT = 24, 44  # of a key: a piece has at most 16 MiB, so that no part of it has 2**24 blocks
+
+
+def places_of(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Piece, the part's number in the member, and the block's in the part: of blocks given by key, int64 ``[n]``. Keys
+    are ordered as the blocks are."""
+    part = keys >> _PART_BIT & (1 << _PIECE_BIT - _PART_BIT) - 1
+    return keys >> _PIECE_BIT, part, keys & (1 << _PART_BIT) - 1
+
 
 class Absent:
     """Two threads meet here: the training thread says what it needs and waits, the exchanges' thread writes rows.
@@ -97,20 +106,19 @@ class Absent:
             self._changed.notify_all()
 
     def told(self) -> tuple[bool, np.ndarray]:
-        """Whether the step is over, and the blocks that lookups wait for: (piece, the part's number in the member,
-        block), int64 ``[n, 3]``."""
+        """Whether the step is over, and the blocks that lookups wait for, by key (`places_of`)."""
         with self._changed:
             demands, self._demands = self._demands, []
             stopped = self._stopped
         found = [self._blocks(spec, rows) for spec, rows in demands]
-        return stopped, np.concatenate([np.empty((0, 3), np.int64), *found])
+        return stopped, np.concatenate([np.empty(0, np.int64), *found])
 
     def _blocks(self, spec: ShardSpec, rows: np.ndarray) -> np.ndarray:
         places = self._places[spec]
         rows = rows[self._absent[spec][rows]]
         at = np.searchsorted(places.lows, rows, side="right") - 1
         blocks = (rows - places.lows[at]) // places.block_rows
-        return np.stack([places.pieces[at], places.numbers[at], blocks], axis=1)
+        return places.pieces[at] << _PIECE_BIT | places.numbers[at] << _PART_BIT | blocks
 
 
 class _Places:

@@ -18,19 +18,23 @@ import torch
 from torch import Tensor
 
 from lightning_cpr.errors import RecoveryError
-from lightning_cpr.recovery.parity.absent import Absent
+from lightning_cpr.recovery.parity.absent import Absent, places_of
 from lightning_cpr.recovery.parity.channel import Channel
 from lightning_cpr.recovery.parity.rebuild import Job, Rebuild, Wanted
 
 _HEADER = 4  # whether rows were refused, whether the step is over, microseconds waited, how many blocks are wanted
-_MOST_BLOCKS = 4096
+_MOST_BLOCKS = 8192
+REFUSED = (
+    "parity: rows of a replacement did not decode to what their owner had published, and were refused. The job starts "
+    "again from the store"
+)
 
 
 class DegradedRebuild:
     """The rebuild of lost shards behind the training, on one rank. All ranks `serve` after each exchange.
 
-    finished: all rows are back. demanded: blocks that lookups waited for, of all lost ranks. waited_s: how long they
-    did, of the rank that waited longest.
+    finished: all rows are back. refused: some will not come. demanded: blocks that lookups waited for, of all lost
+    ranks. waited_s: how long they did, of the rank that waited longest.
 
     Args:
         rounds: from `plan_jobs`.
@@ -47,7 +51,7 @@ class DegradedRebuild:
         absent: Absent | None,
     ) -> None:
         self.absent = absent
-        self.finished = False
+        self.finished = self.refused = False
         self.demanded = 0
         self.waited_s = 0.0
         self._rounds = [*rounds, ()]  # in the last one what the one before has decoded is delivered
@@ -57,55 +61,56 @@ class DegradedRebuild:
         self._rebuild = rebuild
         self._channel = channel
         self._lost = sorted(lost)
-        self._left = np.empty((0, 3), np.int64)  # blocks that lookups wait for and that were not asked for yet
+        self._left = np.empty(0, np.int64)  # blocks that lookups wait for and that were not asked for yet
 
     def serve(self) -> None:
-        """Until all rows are back, or every lost rank's step is over. Collective.
+        """Until all rows are back, or every lost rank's step is over and a round was run. Collective.
 
         Raises:
             LostPeerError: a peer is gone.
             RecoveryError: on all ranks: rows did not decode to what their owner had published.
         """
+        ran = False
         while True:
             header, wanted = self._header()
             headers = torch.stack(self._channel.swap([header] * self._channel.world, [_HEADER] * self._channel.world))
             self.waited_s = int(headers[:, 2].max()) / 1e6
             if bool(headers[:, 0].any()):
-                raise RecoveryError(
-                    "parity: rows of a replacement did not decode to what their owner had published, and were refused. "
-                    "The job starts again from the store"
-                )
+                self.refused = True
+                raise RecoveryError(REFUSED)
             if self._next == len(self._rounds):
                 self.finished = True
                 return
-            if bool(headers[self._lost, 1].all()):
+            if ran and bool(headers[self._lost, 1].all()):
                 return
             counts = headers[:, 3]
             if bool(counts.any()):
-                told = self._channel.swap([wanted] * self._channel.world, (3 * counts).tolist())
-                jobs = [job for rank in self._lost for job in self._demanded(rank, told[rank].view(-1, 3).numpy())]
+                told = self._channel.swap([wanted] * self._channel.world, counts.tolist())
+                jobs = [job for rank in self._lost for job in self._demanded(rank, told[rank].numpy())]
                 self._rebuild.run([tuple(jobs)])
             else:
                 self._rebuild.round(self._rounds[self._next], self._decoded)
                 self._decoded = self._rounds[self._next]
                 self._next += 1
+                ran = True
 
     def _header(self) -> tuple[Tensor, Tensor]:
-        """What this rank says, and the blocks that it wants: int64, three words each."""
+        """What this rank says, and the blocks that it wants (`absent.block_keys`)."""
         if self.absent is None:
             return torch.zeros(_HEADER, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
         stopped, wanted = self.absent.told()
-        blocks = np.unique(np.concatenate([self._left, wanted]), axis=0)
+        blocks = np.unique(np.concatenate([self._left, wanted])) if wanted.size else self._left
         blocks, self._left = blocks[:_MOST_BLOCKS], blocks[_MOST_BLOCKS:]
         header = [bool(self._rebuild.refused), stopped, int(self.absent.waited_s * 1e6), len(blocks)]
-        return torch.tensor(header), torch.from_numpy(blocks.reshape(-1))
+        return torch.tensor(header), torch.from_numpy(blocks.copy())
 
     def _demanded(self, rank: int, blocks: np.ndarray) -> list[Job]:
-        """Jobs for these blocks of a lost rank: (piece, part, block), pieces increasing."""
+        """Jobs for these blocks of a lost rank, given by increasing keys."""
         self.demanded += len(blocks)
+        pieces, parts, blocks = places_of(blocks)
         jobs = []
-        for index, start, count in zip(*np.unique(blocks[:, 0], return_index=True, return_counts=True), strict=True):
-            job, found = self._jobs[int(index)], blocks[start : start + count]
+        for index, start, count in zip(*np.unique(pieces, return_index=True, return_counts=True), strict=True):
+            job, at = self._jobs[int(index)], slice(start, start + count)
             member = next(member for member in job.lost if member.rank == rank)
-            jobs.append(replace(job, wanted=Wanted(member, found[:, 1], found[:, 2])))
+            jobs.append(replace(job, wanted=Wanted(member, parts[at], blocks[at])))
         return jobs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from lightning_cpr.errors import RecoveryError
@@ -101,20 +101,23 @@ class Exchanges:
                 self.degraded.serve()
             return outcome
         except RecoveryError as error:
-            self._tell_waiting(error)
+            self._give_up(error)
             raise
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
             number = self.progress.closed
-            failed = RecoveryError(f"parity: exchange {number} failed on rank {self._rank}: {error}")
-            self._tell_waiting(failed)
+            failed = RecoveryError(f"parity: exchange {number} failed on rank {self._rank}: {error!r}")
+            self._give_up(failed)
             raise failed from error
         finally:
             if closed is not None:
                 closed.taken.set()
 
-    def _tell_waiting(self, error: Exception) -> None:
-        if self.absent is not None:
-            self.absent.fail(error)
+    def _give_up(self, error: Exception) -> None:
+        """No thread of any rank waits for rows that will not come."""
+        if self.degraded is not None:
+            if self.absent is not None:
+                self.absent.fail(error)
+            self.abort()
 
     def join(self) -> None:
         """Wait until all ranks have the exchange under way, if there is one, and all rows that are to come back.
@@ -134,6 +137,17 @@ class Exchanges:
         if outcome is not None:
             self.encoded = outcome.unfinished == 0 and self.degraded is None
             self.meter.add(outcome)
+
+    def wait_for_rows(self) -> None:
+        """Until this rank has all its rows and, if all ranks wait here, all others theirs. Steps need not go on.
+
+        Raises:
+            RecoveryError: they will not come.
+        """
+        if self.absent is not None:
+            self.absent.wait_for_all()
+        if self.degraded is not None and self._inflight is not None:
+            wait([self._inflight])
 
     def let_rows_change(self) -> None:
         """Wait until the exchange under way has read the rows that its steps changed.
@@ -170,7 +184,7 @@ class Exchanges:
         """This rank has no parity, and none of its rows are in any."""
         self.holder.reset()
         self.owner.forget_all()
-        self._closed = None
+        self._closed = self.degraded = None
         self.encoded = False
         self.meter = Meter()
 

@@ -188,9 +188,14 @@ class ParityKeeper:
         """Protect the shards as they are now; parity is encoded with the exchanges that follow. Collective in effect.
 
         Also the way back from a mismatch and from a restore out of the store, at the same step on every rank.
+
+        Raises:
+            RecoveryError: a rebuild behind the training broke: some of this rank's rows are not back.
         """
         exchanges = self._exchanges
         self._quit()
+        if not self.whole:
+            raise RecoveryError(f"parity: rank {self.rank}, a replacement, does not have all its rows")
         exchanges.channel = exchanges.channel or self._make_channel()
         exchanges.forget()
         self._pace = self._new_pace()
@@ -235,10 +240,13 @@ class ParityKeeper:
         if self._exchanges.absent is not None:
             self._exchanges.absent.wait_for(spec, rows)
 
-    def wait_for_all(self) -> None:
-        """`wait_for` all of this rank's rows. While steps go on: it waits for the exchanges' threads alone."""
-        if self._exchanges.absent is not None:
-            self._exchanges.absent.wait_for_all()
+    def wait_for_rows(self) -> None:
+        """Return once this rank has all its rows and, where all ranks call this, all others theirs.
+
+        Raises:
+            RecoveryError: as `wait_for`.
+        """
+        self._exchanges.wait_for_rows()
 
     def let_rows_change(self) -> None:
         """Wait until the exchange under way has read the rows that its steps changed; `before_step` does so itself.

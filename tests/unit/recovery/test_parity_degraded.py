@@ -6,13 +6,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from lightning_cpr.errors import RecoveryError
-from lightning_cpr.recovery.parity import degraded, groups
+from lightning_cpr.recovery.parity import degraded, exchanges, groups
+from lightning_cpr.recovery.parity.absent import _PART_BIT, _PIECE_BIT, Absent, places_of
 from lightning_cpr.recovery.parity.config import ParityConfig
 from lightning_cpr.recovery.parity.rebuild import Rebuild
 from tests.parity_job import bits, everywhere, touched_rows, train
@@ -159,5 +161,69 @@ def test_whoever_needs_all_rows_waits_for_them_alone(job: Behind) -> None:
     job.settle()
     expected = bits(job.shards[1])
     job.replace_behind([1])
-    job.keepers[1].wait_for_all()
+    job.keepers[1].wait_for_rows()
     assert bits(job.shards[1]) == expected
+
+
+def test_all_ranks_wait_until_all_have_their_rows(job: Behind) -> None:
+    job.settle()
+    job.replace_behind([1])
+    everywhere(lambda rank: job.keepers[rank].wait_for_rows(), range(job.world))
+    for keeper in job.keepers:
+        keeper.join()
+        assert keeper.degraded is None
+
+
+def test_rows_come_back_where_steps_leave_the_exchanges_no_time(job: Behind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is over before the exchange of the one before has ended."""
+    job.settle()
+    stopped, stop, run = threading.Event(), Absent.stop, exchanges.run_exchange
+
+    def tell(absent: Absent, over: bool) -> None:
+        stop(absent, over)
+        (stopped.set if over else stopped.clear)()
+
+    def end_late(*args: Any) -> Any:
+        outcome = run(*args)
+        assert stopped.wait(20)
+        return outcome
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Absent, "stop", tell)
+        patch.setattr(exchanges, "run_exchange", end_late)
+        job.replace_behind([1])
+        rounds = len(job.keepers[1].degraded._rounds)
+        steps = 0
+        while not job.keepers[1].whole and steps < rounds + 2:
+            steps += 1
+            everywhere(lambda rank, step=steps: job.keepers[rank].after_step(step), range(job.world))
+        stopped.set()
+        assert job.keepers[1].whole
+        for keeper in job.keepers:
+            keeper.join()
+
+
+def test_any_error_of_the_exchanges_thread_reaches_the_lookup_that_waits(
+    job: Behind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.settle()
+
+    def fail(absent: Absent) -> Any:
+        raise ValueError("no such block")
+
+    monkeypatch.setattr(Absent, "told", fail)
+    job.replace_behind([1])
+    spec = next(s for s in job.specs if s.owner == 1 and s.rows and not s.replicated)
+    with pytest.raises(RecoveryError, match=r"failed on rank 1: .*no such block"):
+        job.keepers[1].wait_for(spec, torch.arange(spec.rows))
+    with pytest.raises(RecoveryError, match="rank 1, a replacement, does not have all its rows"):
+        job.keepers[1].start(0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2**18), st.integers(0, 2**19), st.integers(0, 2**23)), min_size=1, max_size=20)
+)
+def test_blocks_go_by_keys_in_their_order(places: list[tuple[int, int, int]]) -> None:
+    keys = np.array([piece << _PIECE_BIT | part << _PART_BIT | block for piece, part, block in sorted(places)])
+    assert (np.diff(keys) >= 0).all()
+    assert list(zip(*(found.tolist() for found in places_of(keys)), strict=True)) == sorted(places)
