@@ -43,7 +43,7 @@ from lightning_cpr.store import (
 )
 
 WIDTH = 64
-SPANS = ("unhidden_s", "wait_s", "hidden_s", "unhidden_core_s", "hidden_core_s")
+SPANS = ("unhidden_s", "wait_s", "hidden_s", "unhidden_core_s", "hidden_core_s", "unbegun_core_s")
 
 
 def lookups(args: argparse.Namespace, rank: int, step: int) -> torch.Tensor:

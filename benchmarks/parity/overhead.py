@@ -3,7 +3,8 @@
 A full checkpoint stops training for the time that one took here, at the interval that costs least; a failure costs a
 restart, the load, and the work since. Parity costs its upkeep all the time, and a rebuild per failure. Two upkeeps are
 shown: ``here``, as measured, where all ranks and their exchanges share two cores; ``cluster``, where an exchange runs
-beside a step of ``STEP_S`` on a core and a network of its own, and a step waits for what its own thread does.
+beside a step of ``STEP_S`` on a core and a network of its own, and a step waits for what its own thread does, but for
+what it does because the thread that keeps its rows had no core to begin on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def upkeep(mode: dict[str, float]) -> dict[str, float]:
     here = max(0.0, mode["run_s"] / mode["off_run_s"] - 1)
     wire = mode["bytes_sent_a_step"] / NETWORK_BYTES_S
     late = max(0.0, mode["hidden_core_ms_a_step"] / 1e3 + wire - STEP_S)
-    return {"here": here, "cluster": (mode["unhidden_core_ms_a_step"] / 1e3 + late) / STEP_S}
+    own = (mode["unhidden_core_ms_a_step"] - mode["unbegun_core_ms_a_step"]) / 1e3
+    return {"here": here, "cluster": (own + late) / STEP_S}
 
 
 def overheads(runs: dict[int, dict[str, dict[str, float]]], shard_bytes: float) -> list[dict[str, Any]]:

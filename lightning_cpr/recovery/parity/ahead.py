@@ -47,7 +47,7 @@ class Ahead:
         """Begin to touch ``rows()``, views of ``ids`` or made from it. Nobody changes ``ids`` any more."""
         return Coming(rows, self._worker.submit(self._run, rows, _made(ids), meter, self._settled))
 
-    def finish(self, coming: Coming) -> None:
+    def finish(self, coming: Coming, meter: Meter) -> None:
         """Have the rows kept by the windows that are open now. From the thread that closes windows.
 
         Raises:
@@ -56,7 +56,8 @@ class Ahead:
         # a thread that has not begun by now has no core to run on; this one has
         kept = None if coming.job.cancel() else coming.job.result()
         if kept is None or any(self._windows[spec].number != number for spec, number in kept):
-            self._touch(coming.rows())
+            with meter.timed("unbegun"):
+                self._touch(coming.rows())
 
     def settle(self) -> None:
         """Before rows change by other means than steps: none of those handed over so far are touched after this."""

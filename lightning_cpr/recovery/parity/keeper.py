@@ -225,7 +225,7 @@ class ParityKeeper:
         with self._exchanges.meter.timed("unhidden"):
             self.let_rows_change()
             if isinstance(touched, Coming):
-                self._ahead.finish(touched)
+                self._ahead.finish(touched, self._exchanges.meter)
                 return
             for spec, rows in touched.items():
                 if protectable(spec):

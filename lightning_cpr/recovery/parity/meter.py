@@ -14,13 +14,14 @@ class Meter:
     """Counts, seconds and processor seconds. Each span is timed by one thread, so there is nothing to lock.
 
     Spans: ``unhidden``, what steps were longer for; ``wait``, the share of it spent waiting for the exchange before;
-    ``hidden``, the exchange's thread; ``ahead``, the one that touches rows ahead, told as a part of ``hidden``.
+    ``hidden``, the exchange's thread; ``ahead``, the one that touches rows ahead, told as a part of ``hidden``;
+    ``unbegun``, the share of ``unhidden`` spent on touches that this one had not begun by then, for want of a core.
     """
 
     def __init__(self) -> None:
         self.mismatches = 0
         self._counts = dict.fromkeys(("exchanges", "rows", "bytes_sent"), 0)
-        self._seconds = dict.fromkeys(("hidden", "unhidden", "wait", "ahead"), 0.0)
+        self._seconds = dict.fromkeys(("hidden", "unhidden", "wait", "ahead", "unbegun"), 0.0)
         self._core = dict.fromkeys(self._seconds, 0.0)
 
     def add(self, outcome: Outcome) -> None:
@@ -31,7 +32,7 @@ class Meter:
         self.mismatches += outcome.mismatches
 
     @contextmanager
-    def timed(self, span: Literal["hidden", "unhidden", "wait", "ahead"]) -> Iterator[None]:
+    def timed(self, span: Literal["hidden", "unhidden", "wait", "ahead", "unbegun"]) -> Iterator[None]:
         """Add the time of the block to a span."""
         started, core = time.perf_counter(), time.thread_time()
         try:
@@ -47,5 +48,5 @@ class Meter:
             **self._counts,
             "mismatches": self.mismatches,
             **{f"{span}_s": seconds[span] for span in ("hidden", "unhidden", "wait")},
-            **{f"{span}_core_s": core[span] for span in ("hidden", "unhidden")},
+            **{f"{span}_core_s": core[span] for span in ("hidden", "unhidden", "unbegun")},
         }

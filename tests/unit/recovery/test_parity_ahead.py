@@ -46,7 +46,7 @@ class Rank:
         self.shard.weight[rows] -= self.shard.states["sum"][rows].unsqueeze(1)
 
     def step(self, coming: Coming, ids: list[int]) -> None:
-        self.ahead.finish(coming)
+        self.ahead.finish(coming, self.meter)
         self.change(ids)
 
     def words(self) -> Tensor:
@@ -187,7 +187,7 @@ def test_nothing_is_touched_once_it_is_settled(rank: Rank) -> None:
     assert rank.window.touched.tolist() == [7]
     rank.window.restart()
     for coming in (gate.coming, late):
-        rank.ahead.finish(coming)
+        rank.ahead.finish(coming, rank.meter)
     assert rank.window.touched.tolist() == [7, 8]
 
 
@@ -196,7 +196,7 @@ def test_rows_of_another_shards_window_do_not_count(rank: Rank) -> None:
     other = Rank()
     coming = rank.look([3])
     coming.job.result(WAIT_S)
-    other.ahead.finish(coming)
+    other.ahead.finish(coming, other.meter)
     assert other.window.touched.tolist() == [3]
     other.ahead.close()
 
@@ -204,12 +204,21 @@ def test_rows_of_another_shards_window_do_not_count(rank: Rank) -> None:
 def test_rows_that_the_shard_has_not_are_refused_in_the_step(rank: Rank) -> None:
     coming = rank.look([0, ROWS])
     with pytest.raises(IndexError, match=f"of {ROWS}"):
-        rank.ahead.finish(coming)
+        rank.ahead.finish(coming, rank.meter)
+
+
+def test_what_the_thread_had_not_begun_is_told_apart(rank: Rank) -> None:
+    gate = Gate(rank, [])
+    coming = rank.look(list(range(ROWS)))
+    rank.ahead.finish(coming, rank.meter)
+    assert rank.window.touched.tolist() == list(range(ROWS))
+    assert rank.meter.values()["unbegun_core_s"] > 0.0
+    gate.open.set()
 
 
 def test_replicated_and_empty_shards_are_none_of_its_business(rank: Rank) -> None:
     others = [ShardSpec("c", 0, 9, 0, 4, 0, replicated=True), ShardSpec("e", 0, 0, 0, 4, 0)]
-    rank.ahead.finish(rank.look_by(lambda: [(spec, torch.tensor([0])) for spec in others]))
+    rank.ahead.finish(rank.look_by(lambda: [(spec, torch.tensor([0])) for spec in others]), rank.meter)
     assert rank.window.touched.tolist() == []
 
 
