@@ -9,32 +9,31 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from lightning_cpr._lightning import Callback, pl
 from lightning_cpr.errors import RecoveryError
 from lightning_cpr.faults import FaultInjector
 from lightning_cpr.job.job import Job
 from lightning_cpr.job.samples import batch_size, batches_trained
-from lightning_cpr.pipeline import PipelinedModule
+from lightning_cpr.live.parity_report import ParityReport
+from lightning_cpr.live.rows_behind import RowsBehind, may_come_behind
 from lightning_cpr.recovery.election import LostPeerError
 from lightning_cpr.recovery.parity.agree import RankState, agree
 from lightning_cpr.recovery.parity.ahead import Coming
 from lightning_cpr.recovery.parity.channel import Channel, open_channel
 from lightning_cpr.recovery.parity.config import ParityConfig
-from lightning_cpr.recovery.parity.degraded import REFUSED, DegradedRebuild
+from lightning_cpr.recovery.parity.degraded import REFUSED
 from lightning_cpr.recovery.parity.exchanges import Point
 from lightning_cpr.recovery.parity.keeper import ParityKeeper
 from lightning_cpr.recovery.plan import Source
 from lightning_cpr.spec import ShardSpec
-from lightning_cpr.tables.lookup import Looked, LookupHook, Then, before_lookups, by_shard
+from lightning_cpr.tables.lookup import Looked, LookupHook, Then, by_shard
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +68,11 @@ class ParityGuard(Callback):
         self._prefix = ""
         self._channels = 0
         self._batch = (0, 0)  # the step in progress, its samples
-        self._told = False
         self._restart = ""
-        self._since = 0.0
+        self._report = ParityReport(emit, self._numbers)
         self._replaced = False  # a process was, in the recovery under way
         self._whole = True  # as far as the keeper of before knew
-        self._degraded: DegradedRebuild | None = None  # a rebuild behind the training, until its end is told
-        self._came = 0.0  # when it began
-        self._reads: list[RemovableHandle] = []  # the lookups of a replacement wait, until all its rows are back
+        self._behind: RowsBehind | None = None
 
     @property
     def active(self) -> bool:
@@ -158,8 +154,7 @@ class ParityGuard(Callback):
 
     def _begin(self, step: int, reason: str) -> None:
         keeper, self._restart = self._required, ""
-        if not self._told:
-            self._since = time.monotonic()
+        self._report.begin()
         keeper.start(step, self._samples())
         self._touch_dense()
         self._tell(step, reason)
@@ -192,8 +187,9 @@ class ParityGuard(Callback):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        self._degraded = None
-        self._wait_no_more()
+        if self._behind is not None:
+            self._behind.remove()
+            self._behind = None
 
     # Upkeep
 
@@ -285,9 +281,10 @@ class ParityGuard(Callback):
         if found or self._restart:
             self._begin(step, self._restart or f"{found} pieces did not match their members")
         self._touch_dense()
-        self._tell_rebuilt(step)
+        if self._behind is not None and self._behind.ended(step):
+            self._behind = None
         self._tell(step, "")
-        self._report(step)
+        self._report.log(self._job.trainer, step)
 
     def _samples_after(self, step: int) -> int:
         current, size = self._batch
@@ -345,7 +342,7 @@ class ParityGuard(Callback):
         """
         keeper = self._required
         try:
-            rebuilt = keeper.rebuild(failed, behind=self._replaced and self._can_read(failed))
+            rebuilt = keeper.rebuild(failed, behind=self._replaced and may_come_behind(self._job, keeper, failed))
         except LostPeerError:
             keeper.abort()  # wakes the ranks that wait for this one
             raise
@@ -353,23 +350,10 @@ class ParityGuard(Callback):
             self._refuse(error, failed=list(failed))
             raise
         self._touch_dense()
-        self._degraded = keeper.degraded
-        if self._degraded is not None:
-            self._came = time.monotonic()
-            self._emit("rows_come_back", step=rebuilt.point.step, failed=list(failed))
-        if not keeper.whole:
-            self._reads = before_lookups(self._job.module, keeper.wait_for)
+        if keeper.degraded is not None:
+            self._behind = RowsBehind(self._job, keeper, keeper.degraded, self._emit, rebuilt.point.step, failed)
         self._tell(rebuilt.point.step, "lost parity is encoded anew")
         return sum(spec.rows for spec in rebuilt.restored), rebuilt.nbytes
-
-    def _can_read(self, failed: Sequence[int]) -> bool:
-        """Whether the failed ranks have many rows, and all that uses a row asks for it first."""
-        module, tables = self._job.module, self._job.specs
-        if not module.automatic_optimization or isinstance(module, PipelinedModule):
-            return False  # each step waits for its exchange; a pipeline may look up before the group stands
-        if not all(tables[s.table].row_sparse for s in self._job.plan if s.owner in failed and not s.replicated):
-            return False
-        return self._required.rows_bytes(failed) >= self.config.behind_mb << 20
 
     def _refuse(self, error: RecoveryError, **told: Any) -> None:
         self._counts["parity_refused"] += 1
@@ -382,36 +366,10 @@ class ParityGuard(Callback):
             keeper.degraded.refused = False
             self._refuse(RecoveryError(REFUSED))
 
-    def _tell_rebuilt(self, step: int) -> None:
-        """Once, when the last row has come back behind the training."""
-        done = self._degraded
-        if done is None or not done.finished:
-            return
-        self._degraded = None
-        self._wait_no_more()
-        self._emit(
-            "rows_are_back", step=step, seconds=round(time.monotonic() - self._came, 6), blocks=done.demanded,
-            waited_s=done.waited_s,
-        )  # fmt: skip
-
-    def _wait_no_more(self) -> None:
-        for handle in self._reads:
-            handle.remove()
-        self._reads = []
-
     # Reports
 
     def _tell(self, step: int, reason: str) -> None:
-        """An event whenever protection goes on or off."""
-        if self.protected == self._told:
-            return
-        self._told = self.protected
-        now = time.monotonic()
-        if self._told:
-            self._emit("parity_on", step=step, encoded_s=round(now - self._since, 6), **self._numbers())
-        else:
-            self._since = now
-            self._emit("parity_off", step=step, reason=reason or "parity is encoded anew")
+        self._report.protection(self.protected, step, reason)
 
     def _numbers(self) -> dict[str, float]:
         return {} if self._keeper is None else self._keeper.metrics()
@@ -419,16 +377,6 @@ class ParityGuard(Callback):
     def unhidden_s(self) -> float:
         """Seconds that steps were longer for parity, since it was encoded last."""
         return self._numbers().get("unhidden_s", 0.0)
-
-    def _report(self, step: int) -> None:
-        """Rank 0's numbers, to the Trainer's loggers."""
-        trainer = self._job.trainer
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self._job.rank or not every or step % every:
-            return
-        metrics = {f"cpr/parity_{name}": value for name, value in self._numbers().items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._keeper is None:
