@@ -321,7 +321,7 @@ class ParityGuard(Callback):
         try:
             self._required.join()
         except RecoveryError as error:  # a process died: the exchange is broken off, and agreed on below
-            log.info("parity: %s", error)
+            log.warning("parity: %s", error)
         state, points = self._required.standing()
         everybody: list[Any] = [None] * self._job.world_size
         dist.all_gather_object(everybody, (state, points))

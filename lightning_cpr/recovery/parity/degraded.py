@@ -95,7 +95,7 @@ class DegradedRebuild:
                 ran = True
 
     def _header(self) -> tuple[Tensor, Tensor]:
-        """What this rank says, and the blocks that it wants (`absent.block_keys`)."""
+        """What this rank says, and the blocks that it wants, by key (`absent.places_of`)."""
         if self.absent is None:
             return torch.zeros(_HEADER, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
         stopped, wanted = self.absent.told()
